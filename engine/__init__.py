@@ -1,0 +1,62 @@
+"""pellucid's engine: an event-driven training loop with explicit state passing, on PyTorch-Ignite's ``Engine``."""
+
+from .engine import Engine, Handler, Step
+from .errors import (
+    CheckpointError,
+    DataError,
+    EventError,
+    HandlerError,
+    LimitError,
+    MetricError,
+    ModelError,
+    MonitorError,
+    PellucidError,
+    RecordError,
+    RunError,
+    StateError,
+    StrategyError,
+    UpdateError,
+)
+from .events import EventEnum, EventLike, Events, Handle
+from .state import MetricsView, Record, StateSnapshot, StateView
+from .strategies import SingleDevice, Strategy
+from .supervised import (
+    create_supervised_evaluator,
+    create_supervised_trainer,
+    supervised_evaluation_step,
+    supervised_training_step,
+)
+
+__all__ = [
+    "CheckpointError",
+    "DataError",
+    "Engine",
+    "EventEnum",
+    "EventError",
+    "EventLike",
+    "Events",
+    "Handle",
+    "Handler",
+    "HandlerError",
+    "LimitError",
+    "MetricError",
+    "MetricsView",
+    "ModelError",
+    "MonitorError",
+    "PellucidError",
+    "Record",
+    "RecordError",
+    "RunError",
+    "SingleDevice",
+    "StateError",
+    "StateSnapshot",
+    "StateView",
+    "Step",
+    "Strategy",
+    "StrategyError",
+    "UpdateError",
+    "create_supervised_evaluator",
+    "create_supervised_trainer",
+    "supervised_evaluation_step",
+    "supervised_training_step",
+]

@@ -1,0 +1,431 @@
+"""The Ignite engine underneath: one loop that fires our table of handlers.
+
+``IgniteLoop`` is a true Ignite engine: built alone it takes the place of its parent (``tests/test_ignite_suite.py`` runs
+Ignite's own tests on it), and any Ignite component attaches to it. Three things are replaced, each for a reason:
+
+- ``_fire_event`` walks compiled calls and does nothing at all for an event without handlers.
+- The loop is written once (Ignite keeps two copies behind a flag). It is a generator, as Ignite's, since ``interrupt``
+  pauses it; it holds neither the batch nor the output while the next ones are made.
+- An epoch ends where its data ends, or at an explicit length; a length that the data states is only a hint.
+
+An error always leaves the run, after every ``EXCEPTION_RAISED`` handler has run once.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+from ignite.engine import Engine as IgniteEngine
+from ignite.engine import State
+from ignite.engine.engine import _EngineTerminateException, _EngineTerminateSingleEpochException
+
+from .data import EmptyDataError
+from .errors import RunError, suggestion
+from .events import Call, Events, HandlerTable, Registration, event_name, resolve
+
+__all__ = ["IgniteLoop", "Source", "Standing"]
+
+# event -> what its filters count; events that are not here count their own firings
+_COUNTERS: dict[str, str] = {event_name(event): attr for event, attr in State.event_to_attr.items()}
+_END = object()
+
+
+class Standing(NamedTuple):
+    """Where a run stands: the counters with everything that is done, and nothing that was only begun."""
+
+    epoch: int
+    iteration: int
+    epoch_iteration: int
+    epoch_open: bool
+
+
+class LoopState(State):
+    """Ignite's state with one more counter."""
+
+    epoch_iteration: int = 0
+    """the batch in work, counted in its epoch from 1"""
+
+
+class Source(Protocol):
+    """Where the loop of an ``Engine`` takes its batches from."""
+
+    def open(self) -> Iterator[Any]:
+        """Begin a pass over the data."""
+
+    def close(self) -> None:
+        """Let go of the present pass."""
+
+
+class IgniteLoop(IgniteEngine):
+    """Ignite's engine with our table of handlers and one loop.
+
+    An ``Engine`` sets ``owner`` (weakly: it owns the loop), ``source`` and ``keep`` and drives ``start()``; alone, the
+    loop is driven by Ignite's own ``run``.
+    """
+
+    def __init__(self, process_function: Callable[[Any, Any], Any]) -> None:
+        """Make a loop around ``process_function(engine, batch)``."""
+        self._counters = dict(_COUNTERS)
+        self._counts: dict[str, Callable[[], int]] = {}
+        self.firings: dict[str, int] = {}
+        self.owner: Callable[[], Any] | None = None
+        self.source: Source | None = None
+        self.keep: Callable[[Any], Any] | None = None
+        self.epoch_limit: int | None = None
+        self.epoch_open = False
+        self.done_iteration = 0  # iterations whose step has returned, or has made an update before it failed
+        self.batch_in_work = False
+        self.in_epoch = False
+        self.ending: str | None = None
+        self.error: BaseException | None = None
+        self._started = 0.0
+        super().__init__(process_function)
+        self.state: LoopState = LoopState()
+        self._event_handlers: HandlerTable = HandlerTable()  # type: ignore[assignment]  # a dict of lists as Ignite's
+
+    # ------------------------------------------------------------------ events
+
+    def register_events(self, *event_names: Any, event_to_attr: dict[Any, str] | None = None) -> None:
+        """Register events as Ignite does, but keep their counters to this engine."""
+        super().register_events(*event_names, event_to_attr=None if isinstance(event_to_attr, dict) else event_to_attr)
+        for event in event_names:
+            if event_to_attr and event in event_to_attr:
+                attribute = event_to_attr[event]
+                self._counters[event_name(event)] = attribute
+                if not hasattr(self.state, attribute):
+                    setattr(self.state, attribute, 0)
+
+    def _assert_allowed_event(self, event: Any) -> None:
+        if event not in self._allowed_events:
+            known = [event_name(one) for one in self._allowed_events]
+            hint = suggestion(event_name(event), known) if isinstance(event, str) else ""
+            raise ValueError(f"Event {event} is not a valid event for this Engine{hint}")
+
+    def count(self, event: Any) -> int:
+        """Return what a filter on ``event`` is asked with: its counter, or how often it has fired."""
+        name = event_name(event)
+        if name in self._counts:
+            return self._counts[name]()
+        attribute = self._counters.get(name)
+        if attribute is None:
+            return self.firings.get(name, 0)
+        value: int = getattr(self.state, attribute)
+        return value
+
+    def count_with(self, event: Any, count: Callable[[], int]) -> None:
+        """Let filters on an event be asked with a counter of the engine's."""
+        self._counts[event_name(event)] = count
+
+    def _handler_wrapper(self, handler: Callable[..., Any], event: Any, event_filter: Callable[..., Any]) -> Any:
+        reference = weakref.ref(self)
+
+        @functools.wraps(handler)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            engine = resolve(reference)
+            return handler(*args, **kwargs) if event_filter(engine, engine.count(event)) else None
+
+        wrapper._parent = weakref.ref(handler)  # type: ignore[attr-defined]
+        return wrapper
+
+    def _fire_event(self, event_name: Any, *event_args: Any, **event_kwargs: Any) -> None:
+        self.last_event_name = event_name
+        name = event_name if isinstance(event_name, str) else event_name._name_
+        if name not in self._counters:
+            self.firings[name] = self.firings.get(name, 0) + 1
+        handlers = self._event_handlers.by_name.get(name)
+        if not handlers:
+            return
+        calls: Iterable[Call] = handlers.calls or handlers.compile()
+        engine = self if self.owner is None else self.owner()
+        if event_args or event_kwargs:
+            calls = [self._with_arguments(entry, event_args, event_kwargs) for entry in handlers]
+        elif handlers.filters is not None:
+            calls = handlers.due(engine, self.count(event_name))
+        batch = self.state.batch
+        for call in calls:
+            call(engine, batch)
+
+    def _with_arguments(self, entry: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any, Any], Any]:
+        """Return the call of one entry for the two events that hand arguments to Ignite's handlers."""
+        func, own_args, own_kwargs = entry
+        if isinstance(entry, Registration):
+            return lambda engine, batch: func(engine, batch) if entry.is_due(engine, self.count(entry.event)) else None
+        named = {**own_kwargs, **kwargs}
+        if own_args and isinstance(own_args[0], weakref.ref):
+            return lambda engine, batch: func(resolve(own_args[0]), *args, *own_args[1:], **named)
+        return lambda engine, batch: func(*args, *own_args, **named)
+
+    def _handle_exception(self, e: BaseException) -> None:
+        """Let every ``EXCEPTION_RAISED`` handler run once, then let the first error leave, later ones chained to it."""
+        e = _without_stop_iteration(e)
+        self.error = e
+        self.ending = "interrupted" if isinstance(e, KeyboardInterrupt) else "failed"
+        event = Events.EXCEPTION_RAISED
+        self.last_event_name = event  # type: ignore[assignment]  # equal to Ignite's
+        self.firings[event.name] = self.firings.get(event.name, 0) + 1
+        engine = self if self.owner is None else self.owner()
+        for entry in list(self._event_handlers[event]):
+            try:
+                self._with_arguments(entry, (e,), {})(engine, self.state.batch)
+            except BaseException as later:
+                _chain(e, later)
+        raise e
+
+    # ------------------------------------------------------------------ the run
+
+    def run(self, *args: Any, **kwargs: Any) -> State:
+        """Run as Ignite's engine does; see :meth:`ignite.engine.Engine.run`."""
+        if self.owner is not None:
+            raise RunError("engine.ignite is driven by its Engine: call engine.run(...)")
+        return super().run(*args, **kwargs)
+
+    def _internal_run(self) -> State:
+        """Run until the end, or until ``interrupt`` pauses the loop; the next call goes on from the pause."""
+        state, completed = self.state, Events.COMPLETED.name
+        if self._internal_run_generator is None:
+            self._begin()
+        try:
+            try:
+                next(self._internal_run_generator)  # type: ignore[arg-type]
+                return state
+            except StopIteration:
+                self.ending = "completed"
+            except _EngineTerminateException:
+                self.ending = "terminated"
+                self._fire_event(Events.TERMINATE)
+            state.times[completed] = time.time() - self._started
+            if self.should_terminate != "skip_completed":
+                self._fire_event(Events.COMPLETED)
+                state.times[completed] = time.time() - self._started
+        except BaseException as error:
+            self._handle_exception(error)
+        finally:
+            if self.ending != "interrupted" or self.error is not None:
+                self._internal_run_generator = self._dataloader_iter = None
+        return state
+
+    _internal_run_legacy = _internal_run
+
+    def _begin(self) -> None:
+        if self.owner is None:
+            self.epoch_open = False
+            self.epoch_limit = self.state.epoch_length
+        self.should_terminate = self.should_terminate_single_epoch = self.should_interrupt = False
+        self.ending = self.error = None
+        self._started = time.time()
+        self._init_timers(self.state)
+        self._internal_run_generator = self._epochs()  # type: ignore[assignment]
+
+    def _epochs(self) -> Generator[Any, None, None]:
+        state = self.state
+        self._fire_event(Events.STARTED)
+        yield from self._obey(epoch=False)
+        first = True
+        while self.epoch_open or not self._finished():
+            started = time.time()
+            if not self.epoch_open:
+                self.epoch_open = True
+                state.epoch += 1
+                state.epoch_iteration = 0
+                self._fire_event(Events.EPOCH_STARTED)
+                yield from self._obey(epoch=False)
+            self._open_data(first)
+            first = False
+            self.in_epoch = True
+            try:
+                ended = yield from self._batches()
+            except _EngineTerminateSingleEpochException:
+                self._abandon_epoch()
+                ended = True
+            finally:
+                self.in_epoch = False
+            if not ended:
+                return  # max_iters inside an epoch, which stays open
+            self.epoch_open, state.batch = False, None
+            state.times[Events.EPOCH_COMPLETED.name] = time.time() - started
+            if self.should_terminate_single_epoch != "skip_epoch_completed":
+                self._fire_event(Events.EPOCH_COMPLETED)
+                state.times[Events.EPOCH_COMPLETED.name] = time.time() - started
+            self.should_terminate_single_epoch = False
+            yield from self._obey()
+
+    def _batches(self) -> Generator[Any, None, bool]:
+        """Go through one epoch, or what is left of it; return whether it has come to its end."""
+        state, fire, limit, keep = self.state, self._fire_event, self.epoch_limit, self.keep
+        step, engine = self._process_function, self if self.owner is None else self.owner()
+        has_data = state.dataloader is not None
+        n = state.epoch_iteration = self._init_iter or 0
+        self._init_iter = None
+        restarted = limit is not None and n >= limit
+        while limit is None or n < limit:
+            state.batch = None
+            # past the stated length another batch is not expected: its event waits until it has come
+            unexpected = limit is None and n == state.epoch_length
+            if has_data and not restarted and not unexpected:
+                fire(Events.GET_BATCH_STARTED)
+                if self.should_terminate or self.should_terminate_single_epoch or self.should_interrupt:
+                    yield from self._obey()
+            try:
+                state.batch = next(self._dataloader_iter)  # type: ignore[arg-type]
+            except StopIteration:
+                if restarted:
+                    self._warn_of_dry_data()
+                    return state.max_epochs is not None
+                if has_data:
+                    fire(Events.DATALOADER_STOP_ITERATION)
+                    yield from self._obey()
+                if limit is None and n > 0:
+                    state.epoch_length = n
+                    self._dataloader_iter = None
+                    return True
+                self._setup_dataloader_iter()
+                restarted = True
+                continue
+            self.batch_in_work = True
+            if has_data:
+                if unexpected:
+                    fire(Events.GET_BATCH_STARTED)
+                fire(Events.GET_BATCH_COMPLETED)
+                if self.should_terminate or self.should_terminate_single_epoch or self.should_interrupt:
+                    yield from self._obey()
+            restarted = False
+            state.output = None
+            state.iteration += 1
+            state.epoch_iteration = n + 1
+            fire(Events.ITERATION_STARTED)
+            if self.should_terminate or self.should_terminate_single_epoch or self.should_interrupt:
+                yield from self._obey()
+            state.output = step(engine, state.batch)
+            if keep is not None and state.output is not None:
+                state.output = keep(state.output)
+            n += 1
+            self.batch_in_work = False
+            self.done_iteration = state.iteration
+            fire(Events.ITERATION_COMPLETED)
+            if self.should_terminate or self.should_terminate_single_epoch or self.should_interrupt:
+                yield from self._obey()
+            if state.max_iters is not None and state.iteration >= state.max_iters:
+                return self._is_epoch_end(n)
+        return True
+
+    def _abandon_epoch(self) -> None:
+        """Leave the epoch as ``terminate_epoch`` asks; a batch in work counts as done, it will not come again."""
+        self._dataloader_iter = None
+        if self.source is not None:
+            self.source.close()
+        self.done_iteration = self.state.iteration
+        self.batch_in_work = False
+        self._fire_event(Events.TERMINATE_SINGLE_EPOCH, iter_counter=self.state.epoch_iteration)
+
+    def _is_epoch_end(self, n: int) -> bool:
+        """Say whether ``n`` batches are the whole epoch, asking the data only where its stated length says so."""
+        if self.epoch_limit is not None:
+            return n == self.epoch_limit
+        return n == self.state.epoch_length and next(self._dataloader_iter, _END) is _END  # type: ignore[arg-type]
+
+    def _warn_of_dry_data(self) -> None:
+        if not self._finished():
+            warnings.warn(
+                f"Data iterator can not provide data anymore: the run stands at iteration {self.state.iteration} and "
+                "has not reached its limit. Give data that can be iterated again, or a shorter epoch_length",
+                stacklevel=2,
+            )
+
+    def _obey(self, epoch: bool = True) -> Generator[Any, None, None]:
+        """Do what a handler or the step has asked for with one of the stopping verbs."""
+        if self.should_terminate:
+            raise _EngineTerminateException()
+        if self.should_terminate_single_epoch:
+            if not epoch:
+                raise RuntimeError("terminate_epoch() was asked for in STARTED or EPOCH_STARTED: no batch has come yet")
+            raise _EngineTerminateSingleEpochException()
+        if self.should_interrupt:
+            self.ending = "interrupted"
+            self._fire_event(Events.INTERRUPT)
+            self.should_interrupt = False
+            try:
+                yield self.state
+            except GeneratorExit:
+                self._dataloader_iter = None
+                raise
+            self.ending = None
+
+    def _finished(self) -> bool:
+        state = self.state
+        if state.max_iters is not None and state.iteration >= state.max_iters:
+            return True
+        if state.max_epochs is None:
+            return False
+        counted = self.epoch_limit is not None and state.iteration >= self.epoch_limit * state.max_epochs
+        return bool(state.epoch >= state.max_epochs or counted)
+
+    def _open_data(self, first: bool) -> None:
+        """Begin a new pass over the data, unless an explicit epoch length lets one pass go on over the border."""
+        if first and self._dataloader_iter is None:
+            self._setup_engine()  # Ignite's: where a loaded state stands inside its epoch
+        elif self._dataloader_iter is None or self.epoch_limit is None:
+            self._setup_dataloader_iter()
+
+    def _setup_dataloader_iter(self) -> None:
+        if self.source is None or self.state.dataloader is None:
+            super()._setup_dataloader_iter()
+        else:
+            self._dataloader_iter = self.source.open()
+
+    def finish_iteration(self) -> None:
+        """Count the iteration in work as done: its step has changed the weights, so it cannot be repeated."""
+        if self.state.iteration > self.done_iteration:
+            self.done_iteration = self.state.iteration
+            self.batch_in_work = False
+
+    def standing(self) -> Standing:
+        """Return where the run stands, without an iteration that is not done and an epoch that had no data."""
+        state = self.state
+        undone = state.iteration - self.done_iteration
+        standing = Standing(state.epoch, self.done_iteration, state.epoch_iteration - undone, self.epoch_open)
+        if isinstance(self.error, EmptyDataError) and self.epoch_open and standing.epoch_iteration == 0:
+            standing = Standing(state.epoch - 1, self.done_iteration, 0, False)
+        return standing
+
+    def set_standing(self, standing: Standing) -> None:
+        """Stand at another place."""
+        state = self.state
+        state.epoch, state.iteration = standing.epoch, standing.iteration
+        self.done_iteration = standing.iteration
+        state.epoch_iteration, self.epoch_open = standing.epoch_iteration, standing.epoch_open
+
+    def leave(self) -> None:
+        """Let go of everything that belonged to a run: its pause, its data, batch, output and error."""
+        if self._internal_run_generator is not None:
+            self._internal_run_generator.close()
+        self._internal_run_generator = self._dataloader_iter = self._init_iter = None
+        self.state.dataloader = self.state.batch = self.state.output = None
+        self.error = self.source = None
+        self.batch_in_work = False
+
+
+def _without_stop_iteration(error: BaseException) -> BaseException:
+    """Turn a ``StopIteration`` of user code, which would pass for an end of data, into an error with words."""
+    cause = error if isinstance(error, StopIteration) else error.__cause__
+    if not isinstance(cause, StopIteration) or not isinstance(error, StopIteration | RuntimeError):
+        return error
+    wrapped = RunError("StopIteration came out of a step or handler, most likely from a bare next(...): catch it there")
+    wrapped.__cause__ = cause
+    return wrapped
+
+
+def _chain(first: BaseException, later: BaseException) -> None:
+    """Append ``later`` to the errors that ``first`` is shown with."""
+    last, seen = first, {id(first)}
+    while (following := last.__cause__ or last.__context__) is not None and id(following) not in seen:
+        seen.add(id(following))
+        last = following
+    if id(later) not in seen:
+        if later.__context__ is first:
+            later.__context__ = None
+        last.__context__ = later

@@ -1,0 +1,80 @@
+"""``Engine.state_dict`` and ``load_state_dict``: explicit keys, tensors and plain numbers only."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ._loop import IgniteLoop, Standing
+from .data import Position
+from .errors import CheckpointError, suggestion
+from .limits import Limits
+from .state import MetricsView, RunStatus
+
+__all__ = ["load_engine", "save_engine"]
+
+_FORMAT = 1
+
+
+def save_engine(
+    loop: IgniteLoop, status: RunStatus, declared: Mapping[str, Any], limits: Limits, position: Position | None
+) -> dict[str, Any]:
+    """Return everything an engine must know to go on."""
+    metrics = MetricsView(loop.state.metrics)
+    return {
+        "format": _FORMAT,
+        **loop.standing()._asdict(),
+        "updates": status.updates,
+        "updates_by_optimizer": dict(status.updates_by_optimizer),
+        "max_epochs": limits.max_epochs,
+        "max_iters": limits.max_iters,
+        "epoch_length": limits.epoch_length,
+        "stop_reason": loop.ending,
+        "fields": copy.deepcopy(dict(declared)),
+        "metrics": {name: metrics[name] for name in metrics},
+        "firings": dict(loop.firings),
+        "position": None if position is None else position.state_dict(),
+    }
+
+
+def load_engine(
+    saved: Any, loop: IgniteLoop, status: RunStatus, declared: dict[str, Any]
+) -> tuple[Limits, Position | None]:
+    """Check what was saved, then write it into the parts of an engine."""
+    if not isinstance(saved, Mapping):
+        raise CheckpointError(f"an engine's state dictionary was wanted, got {type(saved).__name__}: {saved!r}")
+    if saved.get("format") != _FORMAT:
+        raise CheckpointError(
+            f"the state dictionary has format {saved.get('format')!r}, and this version of pellucid reads {_FORMAT}: "
+            "load it with the version that wrote it"
+        )
+    wanted = save_engine(loop, status, declared, Limits(), None)
+    _same_names("the state dictionary", saved, wanted)
+    _same_names("its declared fields", saved["fields"], declared)
+    _same_names("its optimizers", saved["updates_by_optimizer"], status.updates_by_optimizer)
+    position = None if saved["position"] is None else Position.from_state_dict(saved["position"])
+    limits = Limits(saved["max_epochs"], saved["max_iters"], saved["epoch_length"])
+
+    loop.set_standing(Standing(*(saved[name] for name in Standing._fields)))
+    loop.ending = saved["stop_reason"]
+    loop.firings = dict(saved["firings"])
+    loop.state.max_epochs, loop.state.max_iters = limits.max_epochs, limits.max_iters
+    loop.state.epoch_length = limits.epoch_length
+    loop.state.metrics.clear()
+    loop.state.metrics.update(saved["metrics"])
+    status.updates = saved["updates"]
+    status.updates_by_optimizer = dict(saved["updates_by_optimizer"])
+    declared.update(copy.deepcopy(dict(saved["fields"])))
+    return limits, position
+
+
+def _same_names(what: str, saved: Iterable[str], wanted: Iterable[str]) -> None:
+    saved, wanted = list(saved), list(wanted)
+    missing = [name for name in wanted if name not in saved]
+    extra = [name for name in saved if name not in wanted]
+    if missing or extra:
+        hint = suggestion(extra[0], missing) if missing and extra else "."
+        raise CheckpointError(
+            f"{what} and this engine do not fit: {missing or 'nothing'} missing, {extra or 'nothing'} unknown{hint}"
+        )

@@ -1,0 +1,262 @@
+"""The run's data: what may be iterated, where a pass stands, and how it is taken up again.
+
+A pass begins where the data is opened: at each epoch's start, or once for many epochs when an explicit epoch length
+lets one pass go on over the borders. The random state at that moment, the number of batches done since and the random
+state now are a :class:`Position`; with them the rest of the pass comes out as if it had never been left: the pass is
+opened again in its first state, the batches done are drawn and dropped, and the present random state is put back.
+(With workers this also gives every worker the random state it had.)
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from .errors import DataError
+from .rng import GeneratorStates, RandomState
+
+__all__ = ["EmptyDataError", "HeldIterator", "Position", "RunData", "check_data", "is_factory", "stated_length"]
+
+_END = object()
+
+
+class EmptyDataError(DataError):
+    """A pass over the data that gave no batch at all."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a training run stands in its data, as a checkpoint holds it.
+
+    Attributes:
+        batches: how many batches of the pass are done; 0 also when no pass has been opened.
+        opened: the random state when the pass was opened, None when none was.
+        generators: the states of the data's own generators at that moment.
+        random: the random state now.
+        generators_now: the states of the data's own generators now.
+    """
+
+    batches: int
+    opened: RandomState | None
+    generators: GeneratorStates | None
+    random: RandomState
+    generators_now: GeneratorStates
+
+    @classmethod
+    def between_passes(cls) -> Position:
+        """Return the position of a run that is inside no pass."""
+        return cls(0, None, None, RandomState(), GeneratorStates(None))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position as tensors and plain numbers."""
+        return {
+            "batches": self.batches,
+            "opened": None if self.opened is None else self.opened.state_dict(),
+            "generators": None if self.generators is None else self.generators.state_dict(),
+            "random": self.random.state_dict(),
+            "generators_now": self.generators_now.state_dict(),
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Position:
+        """Return what ``state_dict`` was made of."""
+        opened, generators = state["opened"], state["generators"]
+        return cls(
+            batches=state["batches"],
+            opened=None if opened is None else RandomState.from_state_dict(opened),
+            generators=None if generators is None else GeneratorStates.from_state_dict(generators),
+            random=RandomState.from_state_dict(state["random"]),
+            generators_now=GeneratorStates.from_state_dict(state["generators_now"]),
+        )
+
+
+class RunData:
+    """The data of one run, opened pass by pass.
+
+    Args:
+        data: an iterable of batches, or a callable ``state -> iterable`` that is asked at each opening.
+        prepare: brings a batch to the device.
+        state: what a callable is asked with.
+        done: says how many iterations the engine has done in all.
+        in_use: what the runs around this one are iterating.
+        record: keep what is needed to go on after a stop (training; an evaluation starts afresh).
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        prepare: Callable[[Any], Any],
+        state: Any,
+        done: Callable[[], int],
+        in_use: tuple[Any, ...] = (),
+        record: bool = True,
+    ) -> None:
+        self.data = data
+        self.prepare = prepare
+        self.state = state
+        self.done = done
+        self.in_use = in_use
+        self.record = record
+        self.source: Any = None  # what the present pass goes over
+        self.resume: Position | None = None
+        self._pass_began_at = 0
+        self._opened: tuple[RandomState, GeneratorStates] | None = None
+        self._raw: Iterator[Any] | None = None
+
+    def open(self) -> Iterator[Any]:
+        """Begin a pass over the data, or take up again the one that ``resume`` names.
+
+        Raises:
+            DataError: the data cannot be iterated, is empty, or an outer run is consuming it.
+        """
+        self.close()
+        resume, self.resume = self.resume, None
+        source = self.data(self.state) if is_factory(self.data) else self.data
+        check_data(source, self.in_use)
+        self.source = source = _fresh_if_in_use(source, self.in_use)
+        replay = resume is not None and resume.opened is not None and not _goes_on_by_itself(source)
+        if replay:
+            assert resume is not None and resume.opened is not None and resume.generators is not None
+            resume.opened.restore()
+            resume.generators.restore(source)
+        if self.record:
+            self._opened = RandomState(), GeneratorStates(source)
+        self._raw = raw = iter(source)
+        skipped = 0 if resume is None else resume.batches
+        self._pass_began_at = self.done() - skipped
+        if resume is not None:
+            if replay:
+                _skip(raw, resume.batches)
+                resume.generators_now.restore(source)
+            resume.random.restore()
+        return self._batches(raw, skipped > 0)
+
+    def _batches(self, raw: Iterator[Any], begun: bool) -> Iterator[Any]:
+        while True:
+            try:
+                # no name is bound to the batch: it must not live on while the next one is made
+                yield self.prepare(next(raw))
+            except StopIteration:
+                if not begun:
+                    raise EmptyDataError(_why_empty(self.source)) from None
+                self._opened = None  # the pass is over: the run stands between two
+                return
+            begun = True
+
+    def position(self) -> Position:
+        """Return where the run stands."""
+        opened, generators = self._opened or (None, None)
+        return Position(
+            batches=self.done() - self._pass_began_at if self._opened else 0,
+            opened=opened,
+            generators=generators,
+            random=RandomState(),
+            generators_now=GeneratorStates(self.source),
+        )
+
+    def close(self) -> None:
+        """Let go of the present pass; worker processes that belong to it end."""
+        raw, self._raw = self._raw, None
+        persistent = getattr(self.source, "persistent_workers", False)
+        self.source = self._opened = None
+        shut_down = getattr(raw, "_shutdown_workers", None)
+        if shut_down is not None and not persistent:
+            shut_down()  # an error's traceback may keep the iterator, and its workers with it
+
+
+class HeldIterator:
+    """A one-shot iterator that a training run was stopped in, with the batch that was drawn but not trained on."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        """Wrap the user's iterator."""
+        self.iterator = iterator
+        self.held: list[Any] = []
+        self.continued = False  # stands where the stopped run left it, so nothing is to be skipped
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return itself: there is only one pass."""
+        return self
+
+    def __next__(self) -> Any:
+        """Return the batch that was held back, or the next one."""
+        return self.held.pop() if self.held else next(self.iterator)
+
+
+def is_factory(data: Any) -> bool:
+    """Say whether ``data`` is a callable that makes the data of each epoch."""
+    return callable(data) and not _is_iterable(data)
+
+
+def check_data(data: Any, in_use: tuple[Any, ...] = ()) -> None:
+    """Refuse data that cannot be iterated, that says it is empty, or that an outer run is consuming.
+
+    Raises:
+        DataError: as above, with the reason.
+    """
+    if not _is_iterable(data):
+        raise DataError(
+            f"data must be an iterable of batches or a callable state -> iterable, got {type(data).__name__}: {data!r}"
+        )
+    if isinstance(data, Iterator) and any(data is other for other in in_use):
+        raise DataError(
+            "this iterator is being consumed by the run around this one, which would miss the batches: give the inner "
+            "run data of its own, or data that can be iterated again (a DataLoader, a list)"
+        )
+    if stated_length(data) == 0:
+        raise EmptyDataError(_why_empty(data))
+
+
+def stated_length(data: Any) -> int | None:
+    """Return what ``len(data)`` says, None where it says nothing."""
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None
+
+
+def _is_iterable(data: Any) -> bool:
+    return isinstance(data, Iterable) or (hasattr(data, "__getitem__") and not isinstance(data, type))
+
+
+def _goes_on_by_itself(source: Any) -> bool:
+    return isinstance(source, HeldIterator) and source.continued
+
+
+def _skip(raw: Iterator[Any], batches: int) -> None:
+    for done in range(batches):
+        if next(raw, _END) is _END:
+            raise DataError(
+                f"{batches} batches of this epoch are done, but the data given to go on with has only {done}: give "
+                "the data the run was stopped with, or begin afresh with engine.reset()"
+            )
+
+
+def _fresh_if_in_use(source: Any, in_use: tuple[Any, ...]) -> Any:
+    """Return a copy of a loader whose persistent workers are at work for an outer run, else the source itself."""
+    if not getattr(source, "persistent_workers", False) or not any(source is other for other in in_use):
+        return source
+    fresh = copy.copy(source)
+    # a DataLoader with persistent workers keeps its one iterator, and resets it when it is iterated again
+    fresh.__dict__.update(_iterator=None, persistent_workers=False)
+    return fresh
+
+
+def _why_empty(source: Any) -> str:
+    if isinstance(source, DataLoader) and source.drop_last and source.batch_size is not None:
+        samples = stated_length(source.dataset)
+        if samples is not None and 0 < samples < source.batch_size:
+            return (
+                f"the data gave no batch: {samples} samples are fewer than batch_size={source.batch_size}, and "
+                "drop_last=True drops them. Give more samples, a smaller batch_size, or drop_last=False"
+            )
+    if isinstance(source, Iterator):
+        return (
+            "the data gave no batch: an iterator can be gone through once, and this one is at its end. Give data that "
+            "can be iterated again (a DataLoader, a list), or a callable state -> iterable that makes each epoch's data"
+        )
+    return f"the data gave no batch: {type(source).__name__} is empty. Give data with at least one batch"

@@ -1,0 +1,54 @@
+"""What ``engine.describe()`` shows: every event in firing order, each with its handlers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from .display import table
+from .events import FIRING_ORDER, HandlerTable, Registration
+
+__all__ = ["Description"]
+
+
+class Description:
+    """The events of an engine in firing order with their handlers, as text or, in a notebook, as a table."""
+
+    def __init__(self, title: str, table: HandlerTable, registered: dict[str, Any]) -> None:
+        """Look at the handlers as they are now."""
+        self.title = title
+        built_in = [event.name for event in FIRING_ORDER]
+        names = [*built_in, *(name for name in registered if name not in built_in)]
+        self.rows = [(name, [_handler_text(entry) for entry in table.by_name.get(name, ())]) for name in names]
+
+    def __str__(self) -> str:
+        """Return one line for each event, one for each handler."""
+        return "\n".join([self.title, *self._lines()])
+
+    __repr__ = __str__
+
+    def _lines(self) -> Iterator[str]:
+        for name, handlers in self.rows:
+            yield f"  {name}" if handlers else f"  {name} -"
+            for handler in handlers:
+                yield f"    {handler}"
+
+    def _repr_html_(self) -> str:
+        return table(self.title, [(name, "\n".join(handlers) or "-") for name, handlers in self.rows])
+
+
+def _handler_text(entry: Any) -> str:
+    function = getattr(entry[0], "_parent", lambda: None)() or entry[0]
+    name = _qualified_name(function)
+    if not isinstance(entry, Registration):
+        return f"{name}  (Ignite)"
+    filtered = repr(entry.event) if getattr(entry.event, "text", None) else ""
+    return f"{name}  {filtered}".rstrip()
+
+
+def _qualified_name(function: Any) -> str:
+    owner = getattr(function, "__self__", None)
+    if owner is not None and hasattr(function, "__name__"):
+        return f"{type(owner).__name__}.{function.__name__}"
+    name = getattr(function, "__qualname__", None)
+    return name if isinstance(name, str) else repr(function)

@@ -1,0 +1,624 @@
+"""``Engine``: a step, a model and an optimizer, run over data, with events around it.
+
+It composes the parts and owns their order: the loop fires events and counts, ``nesting`` puts back what an inner run
+touches, ``data`` knows where the run stands, ``updates`` steps and counts, the strategy knows devices. The events of a
+run, in the order in which they fire::
+
+    STARTED
+      EPOCH_STARTED                      then the data is opened
+        GET_BATCH_STARTED
+        GET_BATCH_COMPLETED              the batch is on engine.device
+        ITERATION_STARTED
+          step(engine, batch)            BACKWARD_COMPLETED, UPDATE_STARTED, UPDATE_COMPLETED as it asks for them
+        ITERATION_COMPLETED
+      DATALOADER_STOP_ITERATION          the data has ended
+      EPOCH_COMPLETED
+    COMPLETED
+
+``METRICS_RECORDED`` fires inside whatever calls ``engine.record``; TERMINATE_SINGLE_EPOCH, TERMINATE, INTERRUPT and
+EXCEPTION_RAISED where a stop takes effect (``docs/stopping.md`` has the table).
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ._loop import IgniteLoop, Standing
+from .checkpoint import load_engine, save_engine
+from .data import HeldIterator, Position, RunData, check_data, is_factory, stated_length
+from .describe import Description
+from .display import table
+from .errors import HandlerError, LimitError, RunError, UpdateError
+from .events import Events, Handle, Registration, check_signature, event_name, find_event, replaced_by, split_events
+from .limits import Limits
+from .metrics import attach_metrics
+from .nested import detach
+from .nesting import active, refuse_reentry, run_scope
+from .state import MetricsView, Record, RunStatus, StateSnapshot, StateView, check_declared, check_record
+from .strategies import Strategy, resolve
+from .strategies.wrapping import check_model
+from .updates import Optimizers, Updates, build_optimizers
+
+__all__ = ["Engine", "Handler", "Step"]
+
+Model = nn.Module | Mapping[str, nn.Module] | None
+Step = Callable[["Engine", Any], Any]
+Handler = Callable[["Engine", Any], Any]
+_H = TypeVar("_H", bound=Callable[..., Any])
+_log = logging.getLogger("pellucid.engine")
+
+
+class Engine:
+    """Runs ``step(engine, batch)`` over data, firing events around it.
+
+    Args:
+        step: called as ``step(engine, batch)`` for every batch; what it returns is ``engine.state.output``.
+        model: a module, a mapping of modules, or None. ``engine.model`` is this very object, always.
+        optimizer: an optimizer, a factory ``params -> optimizer``, or a mapping of either.
+        strategy: ``"auto"``, ``"single"`` or a :class:`Strategy`: where the model runs.
+        mode: ``"train"``, or ``"eval"``: no gradients, every module in eval mode during the run and put back after it.
+        metrics: name -> Ignite or torchmetrics metric, computed over the outputs of an epoch and recorded at its end.
+        state: fields of ``engine.state`` that steps and handlers may write, with their first values.
+        name: what the engine is called in messages, bars and logs.
+
+    Raises:
+        HandlerError: ``step`` cannot be called as ``(engine, batch)``.
+        ModelError: no module, or one that is wrapped already.
+        UpdateError: an optimizer that cannot train this model.
+
+    Example:
+        >>> engine = Engine(lambda engine, batch: 2 * batch)
+        >>> @engine.on(Events.ITERATION_COMPLETED)
+        ... def show(engine, batch):
+        ...     print(engine.state.iteration, batch, engine.state.output)
+        >>> result = engine.run([10, 20])
+        1 10 20
+        2 20 40
+        >>> result.stop_reason
+        'completed'
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_declared",
+        "_events",
+        "_first_values",
+        "_held",
+        "_limits",
+        "_loop",
+        "_metrics",
+        "_model",
+        "_name",
+        "_optimizer",
+        "_position",
+        "_run_data",
+        "_state",
+        "_status",
+        "_step",
+        "_strategy",
+        "_updates",
+    )
+
+    def __init__(
+        self,
+        step: Step,
+        model: Model = None,
+        *,
+        optimizer: Any = None,
+        strategy: str | Strategy = "auto",
+        mode: str = "train",
+        metrics: Mapping[str, Any] | None = None,
+        state: Mapping[str, Any] | None = None,
+        name: str | None = None,
+    ) -> None:
+        check_signature(step, "step")
+        if mode not in ("train", "eval"):
+            raise RunError(f"mode must be 'train' or 'eval', got {mode!r}")
+        if mode == "eval" and optimizer is not None:
+            raise UpdateError("an evaluation engine makes no updates: leave optimizer out, or use mode='train'")
+        check_model(model)
+        self._first_values = check_declared(state)
+        self._declared = check_declared(state)
+        self._step = step
+        self._model = model
+        self._name = name or f"{getattr(step, '__name__', type(step).__name__)}"
+        self._strategy = resolve(strategy, model)
+        if model is not None:
+            self._strategy.prepare_model(model)
+        self._optimizer, optimizers = build_optimizers(optimizer, model)
+        self._status = RunStatus(mode, self._strategy)
+        self._loop = self._make_loop(step)
+        self._state = StateView(self._loop, self._status, self._declared)
+        self._updates = self._make_updates(optimizers)
+        self._events: dict[str, Any] = {event.name: event for event in Events}
+        self._limits = Limits()
+        self._position: Position | None = None
+        self._held: HeldIterator | None = None
+        self._run_data: RunData | None = None
+        self._metrics = attach_metrics(self, metrics)
+
+    def _make_loop(self, step: Step) -> IgniteLoop:
+        loop = IgniteLoop(step)
+        loop.owner = weakref.ref(self)
+        loop.keep = detach
+        loop.register_events(*(event for event in Events if event not in loop._allowed_events))
+        status = self._status
+        loop.count_with(Events.UPDATE_STARTED, lambda: status.updates + 1)
+        loop.count_with(Events.UPDATE_COMPLETED, lambda: status.updates)
+        return loop
+
+    def _make_updates(self, optimizers: dict[str, Optimizer]) -> Updates:
+        engine = weakref.ref(self)
+        loop = self._loop
+
+        def is_current() -> bool:
+            running = active()
+            return bool(running) and running[-1] is engine()
+
+        return Updates(
+            optimizers,
+            self._strategy,
+            self._status,
+            fire=loop._fire_event,
+            done=loop.finish_iteration,
+            current=is_current,
+        )
+
+    # ------------------------------------------------------------------ what steps and handlers use
+
+    @property
+    def model(self) -> Any:
+        """The object that was passed in, never a wrapper."""
+        return self._model
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer, or the mapping of them."""
+        return self._optimizer
+
+    @property
+    def strategy(self) -> Strategy:
+        """The device strategy."""
+        return self._strategy
+
+    @property
+    def device(self) -> torch.device:
+        """Where the step gets its batches."""
+        return self._strategy.device
+
+    @property
+    def state(self) -> StateView:
+        """What may be read of the run, and the declared fields."""
+        return self._state
+
+    @property
+    def name(self) -> str:
+        """What the engine is called in messages."""
+        return self._name
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules the engine was given: one, those of the mapping, or none."""
+        if self._model is None:
+            return ()
+        return tuple(self._model.values()) if isinstance(self._model, Mapping) else (self._model,)
+
+    @property
+    def ignite(self) -> IgniteLoop:
+        """The Ignite engine underneath, for any Ignite component: ``RunningAverage(...).attach(engine.ignite, "loss")``.
+
+        What is attached there keeps Ignite's calling convention.
+        """
+        return self._loop
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Return the context for the forward in the strategy's precision; it does nothing at full precision."""
+        return self._strategy.autocast()
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of ``loss``, a tensor of shape (). Does not make the host wait for the device.
+
+        Raises:
+            UpdateError: the engine has no optimizer, the loss is no scalar, or it carries no graph.
+        """
+        self._updates.backward(loss)
+
+    def update(self, name: str | None = None) -> bool:
+        """Step the optimizer (of this name) and zero its gradients; return whether the weights were updated.
+
+        Raises:
+            UpdateError: the engine has no such optimizer.
+        """
+        return self._updates.update(name)
+
+    def record(self, metrics: Mapping[str, Any]) -> None:
+        """Publish numbers under names, stamped with this iteration, and fire ``METRICS_RECORDED``.
+
+        A tensor is copied and stays on its device; the host waits for it when somebody reads the number.
+
+        Raises:
+            RecordError: a name that is no text, or a value that is no number, tensor or array.
+        """
+        kept = check_record(metrics)
+        loop, status = self._loop, self._status
+        loop.state.metrics.update(kept)
+        status.last_record = Record(MetricsView(kept), loop.state.epoch, loop.state.iteration, status.updates)
+        loop._fire_event(Events.METRICS_RECORDED)
+
+    def terminate(self, skip_completed: bool = False) -> None:
+        """Stop the run after the event, or the step's iteration, that asks for it; the next ``run`` goes on from there.
+
+        Args:
+            skip_completed: fire TERMINATE only, not COMPLETED.
+
+        Raises:
+            RunError: no run is in progress.
+        """
+        self._require_running("terminate")
+        self._loop.should_terminate = "skip_completed" if skip_completed else True
+
+    def terminate_epoch(self, skip_epoch_completed: bool = False) -> None:
+        """End this epoch after the event, or the step's iteration, that asks for it; the run goes on with the next one.
+
+        Raises:
+            RunError: no epoch is in progress; it is not yet in STARTED and EPOCH_STARTED.
+        """
+        self._require_running("terminate_epoch")
+        if not self._loop.in_epoch:
+            raise RunError(
+                "terminate_epoch() was called where no epoch has batches to end. Ask in an event of an iteration, or "
+                "stop the run with terminate()"
+            )
+        self._loop.should_terminate_single_epoch = "skip_epoch_completed" if skip_epoch_completed else True
+
+    def interrupt(self) -> None:
+        """Pause the run: only INTERRUPT fires, ``run`` returns, and the next ``run`` goes on from there.
+
+        Raises:
+            RunError: no run is in progress.
+        """
+        self._require_running("interrupt")
+        self._loop.should_interrupt = True
+
+    def fork(
+        self,
+        step: Step,
+        *,
+        mode: str = "eval",
+        model: str = "share",
+        optimizer: Any = None,
+        metrics: Mapping[str, Any] | None = None,
+        name: str | None = None,
+    ) -> Engine:
+        """Return an engine with the same model, strategy and declared fields, and fresh state, for an inner run.
+
+        Args:
+            step: its step.
+            mode: "eval" or "train".
+            model: "share" for the very same model, "copy" for a deep copy, so that an inner *training* leaves the outer
+                weights untouched.
+            optimizer: for training, a factory such as ``lambda params: SGD(params, lr=0.1)``.
+            metrics: as for ``Engine``.
+            name: as for ``Engine``.
+
+        Raises:
+            RunError: ``model`` is neither "share" nor "copy".
+            UpdateError: an optimizer instance with ``model="copy"``: it would hold the outer weights.
+        """
+        if model not in ("share", "copy"):
+            raise RunError(f"fork(model=...) must be 'share' or 'copy', got {model!r}")
+        given = self._model
+        return Engine(
+            step,
+            given if given is None or model == "share" else self._strategy.copy_model(given),
+            optimizer=optimizer,
+            strategy=self._strategy,
+            mode=mode,
+            metrics=metrics,
+            state=self._first_values,
+            name=name or f"{self._name}/{getattr(step, '__name__', 'fork')}",
+        )
+
+    # ------------------------------------------------------------------ what the owner uses
+
+    def run(
+        self,
+        data: Any = None,
+        max_epochs: int | None = None,
+        *,
+        max_iters: int | None = None,
+        epoch_length: int | None = None,
+    ) -> StateSnapshot:
+        """Run to the limit and return a frozen snapshot of the state.
+
+        A training engine accumulates: it goes on from where its last run ended or was stopped, in mid-epoch too, with
+        the random state it was stopped with. At the limit already it makes no step and says so in the log. An
+        evaluation engine starts afresh each time.
+
+        Called while another engine runs in this thread it is an *inner run*, which changes nothing of the outer one.
+
+        Args:
+            data: an iterable of batches, or a callable ``state -> iterable`` that is asked at each epoch's start. None
+                with ``epoch_length``: the step gets ``None`` that many times.
+            max_epochs: go to the end of this epoch, counted from the engine's first run. Without any limit: the limit
+                of the run before, else one epoch.
+            max_iters: go to this iteration instead.
+            epoch_length: batches in an epoch. Without it an epoch is one pass over the data; with it the data is one
+                stream that goes on over the epochs' borders and begins again when it has ended.
+
+        Raises:
+            LimitError: a limit below what is done, or one that is no positive whole number.
+            DataError: data that is empty or cannot be iterated. The counters are as before.
+            RunError: the engine is running already.
+        """
+        refuse_reentry(self)
+        limits = Limits.asked(max_epochs, max_iters, epoch_length)
+        train = self._status.mode == "train"
+        limits = limits.over(self._limits if train else Limits())
+        self._check_data(data, limits)
+        if not train:
+            self._start_afresh()
+        state, loop = self._loop.state, self._loop
+        limits.check_reachable(state.epoch, state.iteration, state.epoch_iteration if loop.epoch_open else 0)
+        if limits.are_reached(state.epoch, state.iteration, loop.epoch_open):
+            _log.warning("engine %r is at its limit already (epoch %d, iteration %d): no step was made; reset() begins "
+                         "afresh", self._name, state.epoch, state.iteration)  # fmt: skip
+            return self._state.snapshot()
+        with run_scope(self, data), self._updates.counted():
+            try:
+                self._begin(data, limits)
+                loop._internal_run()
+            finally:
+                self._finish()
+        return self._state.snapshot()
+
+    def _check_data(self, data: Any, limits: Limits) -> None:
+        if data is None:
+            if limits.epoch_length is None:
+                raise LimitError("run() needs data, or epoch_length for a step that needs none")
+        elif not is_factory(data):
+            check_data(data, self._in_use())
+
+    def _in_use(self) -> tuple[Any, ...]:
+        """Return what the runs around this one are iterating."""
+        runs = [engine._run_data for engine in active() if engine is not self and engine._run_data is not None]
+        parts = [part for run in runs for part in (run.data, run.source)]
+        return (*parts, *(part.iterator for part in parts if isinstance(part, HeldIterator)))
+
+    def _begin(self, data: Any, limits: Limits) -> None:
+        loop, status, state = self._loop, self._status, self._loop.state
+        outer = [engine for engine in active() if engine is not self]
+        status.is_running, status.depth = True, len(outer)
+        status.update_due = status.mode == "train"
+        status.parent = outer[-1].state if outer else None
+        self._limits = limits
+        state.max_epochs, state.max_iters = limits.max_epochs, limits.max_iters
+        loop.epoch_limit = limits.epoch_length
+        state.epoch_length = limits.epoch_length or stated_length(data)
+        state.dataloader = data
+        loop._init_iter = state.epoch_iteration if loop.epoch_open else 0
+        if data is not None:
+            self._run_data = loop.source = self._open_run_data(data)
+        elif self._position is not None:
+            self._position.random.restore()
+
+    def _open_run_data(self, data: Any) -> RunData:
+        held = self._held
+        if held is not None and held.iterator is data:
+            held.continued, data = True, held
+        elif isinstance(data, Iterator) and self._status.mode == "train":
+            data = HeldIterator(data)
+        self._held = data if isinstance(data, HeldIterator) else None
+        loop = self._loop
+        run_data = RunData(
+            data,
+            prepare=self._strategy.prepare_batch,
+            state=self._state,
+            done=lambda: loop.done_iteration,
+            in_use=self._in_use(),
+            record=self._status.mode == "train",
+        )
+        run_data.resume, self._position = self._position, None
+        return run_data
+
+    def _finish(self) -> None:
+        """Keep where the run stands, and let go of everything that belonged to it."""
+        loop, status, state = self._loop, self._status, self._loop.state
+        if loop.batch_in_work and self._held is not None:
+            self._held.held.append(state.batch)
+        self._position = self._present_position()
+        loop.set_standing(loop.standing())
+        if self._run_data is not None:
+            self._run_data.close()
+        self._run_data = None
+        if not loop.epoch_open:
+            self._held = None
+        loop.leave()
+        status.is_running, status.depth, status.parent, status.update_due = False, 0, None, False
+
+    def _present_position(self) -> Position | None:
+        if self._status.mode != "train":
+            return None
+        if not self._status.is_running:
+            return self._position
+        return Position.between_passes() if self._run_data is None else self._run_data.position()
+
+    def _start_afresh(self) -> None:
+        loop, status = self._loop, self._status
+        state = loop.state
+        loop.set_standing(Standing(0, 0, 0, False))
+        loop.ending = None
+        loop.firings.clear()
+        state.max_epochs = state.max_iters = state.epoch_length = None
+        state.metrics.clear()
+        loop._event_handlers.forget_firings()
+        status.last_record = None
+
+    def _require_running(self, verb: str) -> None:
+        if not self._status.is_running:
+            raise RunError(f"{verb}() was called on engine {self._name!r}, which is not running")
+
+    def reset(self) -> None:
+        """Begin afresh: counters, records, limits, event counts and declared fields are as in a new engine.
+
+        Model and optimizer are not touched.
+
+        Raises:
+            RunError: the engine is running.
+        """
+        if self._status.is_running:
+            raise RunError(f"engine {self._name!r} is running: reset() is for an engine at rest")
+        self._start_afresh()
+        status = self._status
+        status.updates = 0
+        status.updates_by_optimizer = dict.fromkeys(status.updates_by_optimizer, 0)
+        self._declared.update(check_declared(self._first_values))
+        self._limits, self._position, self._held = Limits(), None, None
+
+    # ------------------------------------------------------------------ events
+
+    def on(self, event: Any) -> Callable[[_H], _H]:
+        """Attach the decorated function to an event: ``@engine.on(Events.EPOCH_COMPLETED(every=2))``."""
+
+        def attach(handler: _H) -> _H:
+            self.add_event_handler(event, handler)
+            return handler
+
+        return attach
+
+    def add_event_handler(self, event: Any, handler: Handler) -> Handle:
+        """Attach a handler, to be called as ``handler(engine, batch)``, to an event or a ``|`` list of events.
+
+        In a notebook, a handler takes the place of the one that an earlier run of its cell has attached.
+
+        Returns:
+            a handle that takes the handler off again.
+
+        Raises:
+            EventError: this engine fires no such event.
+            HandlerError: the handler cannot be called as ``(engine, batch)``.
+        """
+        check_signature(handler, "handler")
+        events = [find_event(one, self._events) for one in split_events(event)]
+        if not events:
+            raise HandlerError("an empty list of events was given: the handler would never be called")
+        table = self._loop._event_handlers
+        for old in [old for one in events for old in replaced_by(handler, table.registrations(), one)]:
+            table.drop(old)
+            _log.warning("handler %s replaces the one that this cell attached before", handler.__qualname__)
+        entries = [Registration(handler, one) for one in events]
+        for entry in entries:
+            table[entry.event].append(entry)
+        return Handle(table, entries)
+
+    def remove_event_handler(self, handler: Handler, event: Any) -> None:
+        """Take a handler off an event or a ``|`` list of events.
+
+        Raises:
+            HandlerError: it is not attached there.
+        """
+        table = self._loop._event_handlers
+        events = [find_event(one, self._events) for one in split_events(event)]
+        for one in events:
+            found = [entry for entry in table[one] if isinstance(entry, Registration) and entry.handler == handler]
+            if not found:
+                raise HandlerError(f"handler {handler!r} is not attached to {event_name(one)}")
+            for entry in found:
+                table.drop(entry)
+
+    def has_event_handler(self, handler: Handler, event: Any = None) -> bool:
+        """Say whether a handler is attached, to this event or to any."""
+        names = None if event is None else {event_name(one) for one in split_events(event)}
+        return any(
+            entry.handler == handler and (names is None or event_name(entry.event) in names)
+            for entry in self._loop._event_handlers.registrations()
+        )
+
+    def register_events(self, *events: Any) -> None:
+        """Add events of your own: texts, or the members of an ``EventEnum``; ``fire_event`` fires them.
+
+        Filters on them count their firings in this engine.
+        """
+        for event in events:
+            self._loop.register_events(event)
+            self._events.setdefault(event_name(event), event)
+
+    def fire_event(self, event: Any) -> None:
+        """Call the handlers of an event, as ``(engine, batch)``.
+
+        Raises:
+            EventError: the event is not registered.
+        """
+        self._loop._fire_event(find_event(event, self._events))
+
+    def attached(self) -> tuple[object, ...]:
+        """Return the objects whose methods are attached as handlers, in order, each once."""
+        owners: dict[int, object] = {}
+        for entry in self._loop._event_handlers.registrations():
+            owner = getattr(entry.handler, "__self__", None)
+            if owner is not None:
+                owners.setdefault(id(owner), owner)
+        return tuple(owners.values())
+
+    def describe(self) -> Description:
+        """Return every event in firing order with its handlers, as text and as HTML."""
+        return Description(f"Engine {self._name}", self._loop._event_handlers, self._events)
+
+    # ------------------------------------------------------------------ saving and showing
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return counters, declared fields, metrics and the position in the data, as tensors and plain numbers.
+
+        Not the model and not the optimizer: they have a ``state_dict`` of their own. Loaded into a new engine, with
+        theirs, the next ``run`` goes on exactly as this one would.
+        """
+        return save_engine(self._loop, self._status, self._declared, self._limits, self._present_position())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` returned. Everything is checked before anything is changed.
+
+        Raises:
+            CheckpointError: it does not fit this engine.
+            RunError: the engine is running.
+        """
+        if self._status.is_running:
+            raise RunError(f"engine {self._name!r} is running: load_state_dict() is for an engine at rest")
+        self._limits, self._position = load_engine(state, self._loop, self._status, self._declared)
+        self._held = None
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be copied or pickled: a copy would share the model and be half of a run."""
+        raise RunError(
+            "an Engine cannot be copied or pickled: use engine.fork(step) for a second engine, and "
+            "engine.state_dict() for what is to be saved"
+        )
+
+    def __repr__(self) -> str:
+        """Show the engine in one line."""
+        state = self._state
+        return (
+            f"<Engine {self._name!r}: {state.mode}, epoch {state.epoch}, iteration {state.iteration}, "
+            f"{type(self._model).__name__} on {self.device}>"
+        )
+
+    def _repr_html_(self) -> str:
+        state = self._state
+        rows = [
+            ("mode", state.mode),
+            ("model", type(self._model).__name__),
+            ("runs on", f"{state.device} ({state.strategy}, {state.precision})"),
+            ("epoch", f"{state.epoch} of {state.max_epochs}" if state.max_epochs else str(state.epoch)),
+            ("iteration", str(state.iteration)),
+            ("updates", str(state.updates)),
+            ("last stop", str(state.stop_reason)),
+            *((name, f"{value!r}") for name, value in state.metrics.items()),
+        ]
+        return table(f"Engine {self._name}", rows)

@@ -1,0 +1,54 @@
+"""What all handlers share: how they are attached to an engine and come off again."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..engine import Engine, EventLike, Handler, HandlerError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Attachable", "Subscription"]
+
+Subscription = tuple[EventLike, Handler]
+
+
+class Attachable(ABC):
+    """An object whose methods listen to events of an engine. It keeps no reference to the engine.
+
+    A handler that records metrics has an attribute ``records``: the names it will record. Patterns are allowed
+    (``"val/*"``). Whoever monitors one of these waits for it.
+    """
+
+    @abstractmethod
+    def _subscriptions(self) -> Sequence[Subscription]:
+        """Return the events this handler listens to, and the method for each."""
+
+    def attach(self, engine: Engine) -> Self:
+        """Listen to ``engine``'s events, and return the handler itself.
+
+        Raises:
+            HandlerError: it is attached to this engine already.
+        """
+        if self._is_attached(engine):
+            raise HandlerError(f"{self!r} is attached to this engine already, and would do everything twice")
+        for event, method in self._subscriptions():
+            engine.add_event_handler(event, method)
+        return self
+
+    def detach(self, engine: Engine) -> None:
+        """Listen to ``engine`` no more.
+
+        Raises:
+            HandlerError: it is not attached to this engine.
+        """
+        if not self._is_attached(engine):
+            raise HandlerError(f"{self!r} is not attached to this engine, so it cannot be detached from it")
+        for event, method in self._subscriptions():
+            engine.remove_event_handler(method, event)
+
+    def _is_attached(self, engine: Engine) -> bool:
+        return any(other is self for other in engine.attached())
