@@ -1,7 +1,7 @@
 """The Ignite engine underneath: one loop that fires our table of handlers.
 
-``IgniteLoop`` is a true Ignite engine: built alone it takes the place of its parent (``tests/test_ignite_suite.py`` runs
-Ignite's own tests on it), and any Ignite component attaches to it. Three things are replaced, each for a reason:
+``IgniteLoop`` is a true Ignite engine: built alone it takes the place of its parent (``tests/test_ignite_suite.py``
+runs Ignite's own tests on it), and any Ignite component attaches to it. Three things are replaced, each for a reason:
 
 - ``_fire_event`` walks compiled calls and does nothing at all for an event without handlers.
 - The loop is written once (Ignite keeps two copies behind a flag). It is a generator, as Ignite's, since ``interrupt``
@@ -61,6 +61,20 @@ class Source(Protocol):
         """Let go of the present pass."""
 
 
+class _Asked:
+    """One of Ignite's three stopping flags; setting one tells the loop, so that it has a single flag to look at."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, loop: Any, owner: type) -> bool | str:
+        return loop.flags.get(self.name, False)  # type: ignore[no-any-return]
+
+    def __set__(self, loop: Any, value: bool | str) -> None:
+        loop.flags[self.name] = value
+        loop.asked = any(loop.flags.values())
+
+
 class IgniteLoop(IgniteEngine):
     """Ignite's engine with our table of handlers and one loop.
 
@@ -68,8 +82,14 @@ class IgniteLoop(IgniteEngine):
     loop is driven by Ignite's own ``run``.
     """
 
+    should_terminate = _Asked()
+    should_terminate_single_epoch = _Asked()
+    should_interrupt = _Asked()  # type: ignore[assignment]
+
     def __init__(self, process_function: Callable[[Any, Any], Any]) -> None:
         """Make a loop around ``process_function(engine, batch)``."""
+        self.flags: dict[str, bool | str] = {}
+        self.asked = False
         self._counters = dict(_COUNTERS)
         self._counts: dict[str, Callable[[], int]] = {}
         self.firings: dict[str, int] = {}
@@ -87,6 +107,7 @@ class IgniteLoop(IgniteEngine):
         super().__init__(process_function)
         self.state: LoopState = LoopState()
         self._event_handlers: HandlerTable = HandlerTable()  # type: ignore[assignment]  # a dict of lists as Ignite's
+        self._by_name = self._event_handlers.by_name
 
     # ------------------------------------------------------------------ events
 
@@ -134,10 +155,13 @@ class IgniteLoop(IgniteEngine):
 
     def _fire_event(self, event_name: Any, *event_args: Any, **event_kwargs: Any) -> None:
         self.last_event_name = event_name
-        name = event_name if isinstance(event_name, str) else event_name._name_
+        try:
+            name = event_name._name_
+        except AttributeError:
+            name = event_name
+        handlers = self._by_name.get(name)
         if name not in self._counters:
             self.firings[name] = self.firings.get(name, 0) + 1
-        handlers = self._event_handlers.by_name.get(name)
         if not handlers:
             return
         calls: Iterable[Call] = handlers.calls or handlers.compile()
@@ -268,7 +292,7 @@ class IgniteLoop(IgniteEngine):
             unexpected = limit is None and n == state.epoch_length
             if has_data and not restarted and not unexpected:
                 fire(Events.GET_BATCH_STARTED)
-                if self.should_terminate or self.should_terminate_single_epoch or self.should_interrupt:
+                if self.asked:
                     yield from self._obey()
             try:
                 state.batch = next(self._dataloader_iter)  # type: ignore[arg-type]
@@ -291,14 +315,14 @@ class IgniteLoop(IgniteEngine):
                 if unexpected:
                     fire(Events.GET_BATCH_STARTED)
                 fire(Events.GET_BATCH_COMPLETED)
-                if self.should_terminate or self.should_terminate_single_epoch or self.should_interrupt:
+                if self.asked:
                     yield from self._obey()
             restarted = False
             state.output = None
             state.iteration += 1
             state.epoch_iteration = n + 1
             fire(Events.ITERATION_STARTED)
-            if self.should_terminate or self.should_terminate_single_epoch or self.should_interrupt:
+            if self.asked:
                 yield from self._obey()
             state.output = step(engine, state.batch)
             if keep is not None and state.output is not None:
@@ -307,7 +331,7 @@ class IgniteLoop(IgniteEngine):
             self.batch_in_work = False
             self.done_iteration = state.iteration
             fire(Events.ITERATION_COMPLETED)
-            if self.should_terminate or self.should_terminate_single_epoch or self.should_interrupt:
+            if self.asked:
                 yield from self._obey()
             if state.max_iters is not None and state.iteration >= state.max_iters:
                 return self._is_epoch_end(n)

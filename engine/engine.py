@@ -45,7 +45,7 @@ from .nesting import active, refuse_reentry, run_scope
 from .state import MetricsView, Record, RunStatus, StateSnapshot, StateView, check_declared, check_record
 from .strategies import Strategy, resolve
 from .strategies.wrapping import check_model
-from .updates import Optimizers, Updates, build_optimizers
+from .updates import Updates, build_optimizers
 
 __all__ = ["Engine", "Handler", "Step"]
 
@@ -213,9 +213,9 @@ class Engine:
 
     @property
     def ignite(self) -> IgniteLoop:
-        """The Ignite engine underneath, for any Ignite component: ``RunningAverage(...).attach(engine.ignite, "loss")``.
+        """The Ignite engine underneath: any Ignite component attaches to it and keeps Ignite's calling convention.
 
-        What is attached there keeps Ignite's calling convention.
+        Such as ``RunningAverage(...).attach(engine.ignite, "loss")``.
         """
         return self._loop
 

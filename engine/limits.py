@@ -12,7 +12,7 @@ __all__ = ["Limits"]
 
 @dataclass(frozen=True)
 class Limits:
-    """How far a run goes: to ``max_epochs`` or ``max_iters``, in epochs of ``epoch_length`` batches or of all the data."""
+    """How far a run goes, to ``max_epochs`` or ``max_iters``, and how long an epoch is; None: all the data."""
 
     max_epochs: int | None = None
     max_iters: int | None = None

@@ -36,7 +36,7 @@ def attach_metrics(engine: Any, metrics: Any) -> tuple[str, ...]:
             _TorchMetric(metric, name).attach(engine)
         else:
             raise HandlerError(
-                f"metric {name!r} must be an ignite.metrics.Metric or a torchmetrics metric, an instance, got {metric!r}"
+                f"metric {name!r} must be an instance of an Ignite or torchmetrics metric, got {metric!r}"
             )
     names = tuple(metrics)
     if names:
@@ -69,7 +69,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class _TorchMetric:
-    """Drives a torchmetrics metric: a tuple that the step returned is ``update(*output)``, a dict ``update(**output)``."""
+    """Drives a torchmetrics metric: a tuple from the step becomes ``update(*output)``, a dict ``update(**output)``."""
 
     def __init__(self, metric: Any, name: str) -> None:
         self.metric = metric

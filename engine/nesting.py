@@ -56,8 +56,8 @@ def refuse_reentry(engine: Running) -> None:
     outer = active()
     if engine.state.is_running or any(engine is other for other in outer):
         raise RunError(
-            f"engine {engine.name!r} is running already and cannot be started again inside itself; nothing was changed. "
-            "engine.fork(step) makes an engine with the same model and fresh state for an inner run"
+            f"engine {engine.name!r} is running already and cannot be started again inside itself; nothing was "
+            "changed. engine.fork(step) makes an engine with the same model and fresh state for an inner run"
         )
     if engine.state.mode != "train" or not outer:
         return

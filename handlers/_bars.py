@@ -80,16 +80,20 @@ class LiveLine(BarLine):
 
     def draw(self) -> None:
         """Draw the bar anew."""
-        self._set_total()
-        self._bar.set_postfix_str(self.numbers, refresh=False)
+        self._tell_numbers()
         if not self._bar.update(self.done - self._bar.n):
             self._bar.refresh()
         self.drawn_at_sec = time.perf_counter()
 
     def close(self) -> None:
         """Draw the bar a last time and leave it, or wipe it out."""
-        self.draw()
+        self._tell_numbers()
+        self._bar.n = self.done
         self._bar.close()
+
+    def _tell_numbers(self) -> None:
+        self._set_total()
+        self._bar.set_postfix_str(self.numbers, refresh=False)
 
     def _set_total(self) -> None:
         if self.total == self._bar.total:

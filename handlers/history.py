@@ -40,9 +40,10 @@ class History(Attachable):
     when somebody asks for rows. A scalar reads as a Python number, a larger tensor as one on the CPU.
 
     Example:
+        >>> Validate(evaluator, val_loader).attach(trainer)
         >>> history = History().attach(trainer)
-        >>> trainer.run(loader, max_epochs=3)
-        >>> history.plot("loss", "val/loss").savefig("curves.png")
+        >>> result = trainer.run(loader, max_epochs=3)
+        >>> history.plot("val/accuracy").savefig("curves.png")
     """
 
     def __init__(self) -> None:

@@ -13,6 +13,7 @@ from ignite.engine.events import EventsList
 
 from ..engine import DataError, Engine, EventError, EventLike, Events, HandlerError, StateView
 from ._attachable import Attachable, Subscription
+from ._monitor import require_number
 
 __all__ = ["Validate"]
 
@@ -56,6 +57,8 @@ class Validate(Attachable):
         _check_event(every)
         if not isinstance(prefix, str):
             raise TypeError(f"prefix={prefix!r}: a string was wanted, such as 'val/'")
+        if epoch_length is not None:
+            require_number("epoch_length", epoch_length, least=1, whole=True)
         self.evaluator = evaluator
         self._data = data
         self._every = every

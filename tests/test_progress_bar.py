@@ -4,14 +4,17 @@ import gc
 import io
 import logging
 import re
+import textwrap
 import weakref
 
+import nbclient
+import nbformat
 import pytest
 import torch
 from ignite.metrics import Average
 from tqdm import tqdm
 
-from pellucid.engine import Engine, Events, HandlerError, MonitorError
+from pellucid.engine import Engine, Events, HandlerError, MonitorError, SingleDevice
 from pellucid.handlers import ProgressBar, Validate
 
 
@@ -139,6 +142,18 @@ def test_an_error_closes_the_bar(file, error):
     assert not tqdm._instances
     assert "3/10" in lines(file)[-1]
     assert file.getvalue().endswith("\n")
+
+
+def test_an_interrupt_in_an_inner_run_closes_the_bars_of_all_runs():
+    file, trainer = Terminal(), make_engine()
+    evaluator = make_engine(raise_at(2, KeyboardInterrupt()), name="eval", mode="eval")
+    bar(file).attach(trainer)
+    bar(file).attach(evaluator)
+    Validate(evaluator, range(5), every=Events.ITERATION_COMPLETED(every=3)).attach(trainer)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run(range(10), max_epochs=1)
+    assert not tqdm._instances
+    assert [line.split(":")[0] for line in screen(file.getvalue())] == ["train epoch 1/1"]
 
 
 @pytest.mark.parametrize(
@@ -314,6 +329,37 @@ def test_one_bar_may_be_attached_to_trainer_and_evaluator():
     assert [line.split(":")[0] for line in lines(file)] == ["eval", "train epoch 1/1"]
     with pytest.raises(HandlerError, match="already"):
         shared.attach(trainer)
+
+
+def test_only_rank_0_draws():
+    class SecondRank(SingleDevice):
+        rank = 1
+
+    for file in (Terminal(), io.StringIO()):
+        engine = make_engine(strategy=SecondRank())
+        bar(file, output=["loss"]).attach(engine)
+        engine.run(range(3), max_epochs=2)
+        assert file.getvalue() == ""
+
+
+def test_in_a_notebook_the_widget_ends_at_the_true_count():
+    code = """
+        from pellucid.engine import Engine
+        from pellucid.handlers import ProgressBar
+
+        class Stated(list):
+            def __len__(self):
+                return 10
+
+        engine = Engine(lambda engine, batch: None)
+        ProgressBar(every=3).attach(engine)
+        result = engine.run(Stated(range(7)), max_epochs=1)
+    """
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(textwrap.dedent(code))])
+    nbclient.NotebookClient(notebook, timeout=60, kernel_name="python3").execute()
+    widgets = notebook.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"].values()
+    (bar_state,) = [widget["state"] for widget in widgets if widget["model_name"] == "FloatProgressModel"]
+    assert (bar_state["value"], bar_state["max"], bar_state["bar_style"]) == (7, 7, "success")
 
 
 def test_it_starts_no_thread():

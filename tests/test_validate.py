@@ -175,6 +175,7 @@ def test_a_validation_within_a_validation_is_recorded_where_it_belongs():
         ({"data": None}, DataError, "data: .*got None"),
         ({"data": iter([1.0])}, DataError, "only once"),
         ({"prefix": None}, TypeError, "prefix=None"),
+        ({"epoch_length": 0}, ValueError, "epoch_length=0"),
         ({"every": Events.METRICS_RECORDED}, EventError, "METRICS_RECORDED"),
         ({"every": Events.STARTED | Events.METRICS_RECORDED}, EventError, "METRICS_RECORDED"),
     ],
