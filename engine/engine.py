@@ -25,7 +25,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ from .limits import Limits
 from .metrics import attach_metrics
 from .nested import detach
 from .nesting import active, refuse_reentry, run_scope
-from .state import MetricsView, Record, RunStatus, StateSnapshot, StateView, check_declared, check_record
+from .state import Announcements, MetricsView, Record, RunStatus, StateSnapshot, StateView, check_declared, check_record
 from .strategies import Strategy, resolve
 from .strategies.wrapping import check_model
 from .updates import Updates, build_optimizers
@@ -50,10 +50,22 @@ from .updates import Updates, build_optimizers
 __all__ = ["Engine", "Handler", "Step"]
 
 Model = nn.Module | Mapping[str, nn.Module] | None
-Step = Callable[["Engine", Any], Any]
-Handler = Callable[["Engine", Any], Any]
 _H = TypeVar("_H", bound=Callable[..., Any])
 _log = logging.getLogger("pellucid.engine")
+
+
+class Step(Protocol):
+    """What an engine does with each batch; what it returns is ``engine.state.output``."""
+
+    def __call__(self, engine: Engine, batch: Any, /) -> Any:
+        """Take one batch."""
+
+
+class Handler(Protocol):
+    """What is called when an event fires; what it returns is not looked at."""
+
+    def __call__(self, engine: Engine, batch: Any, /) -> Any:
+        """Act on the event. ``batch`` is the batch in work, None outside an iteration."""
 
 
 class Engine:
@@ -67,7 +79,7 @@ class Engine:
         mode: ``"train"``, or ``"eval"``: no gradients, every module in eval mode during the run and put back after it.
         metrics: name -> Ignite or torchmetrics metric, computed over the outputs of an epoch and recorded at its end.
         state: fields of ``engine.state`` that steps and handlers may write, with their first values.
-        name: what the engine is called in messages, bars and logs.
+        name: what the engine is called in messages, bars and logs; its mode if not given.
 
     Raises:
         HandlerError: ``step`` cannot be called as ``(engine, batch)``.
@@ -88,6 +100,7 @@ class Engine:
 
     __slots__ = (
         "__weakref__",
+        "_announcements",
         "_declared",
         "_events",
         "_first_values",
@@ -129,7 +142,7 @@ class Engine:
         self._declared = check_declared(state)
         self._step = step
         self._model = model
-        self._name = name or f"{getattr(step, '__name__', type(step).__name__)}"
+        self._name = name or mode
         self._strategy = resolve(strategy, model)
         if model is not None:
             self._strategy.prepare_model(model)
@@ -143,6 +156,7 @@ class Engine:
         self._position: Position | None = None
         self._held: HeldIterator | None = None
         self._run_data: RunData | None = None
+        self._announcements = Announcements()
         self._metrics = attach_metrics(self, metrics)
 
     def _make_loop(self, step: Step) -> IgniteLoop:
@@ -242,7 +256,8 @@ class Engine:
     def record(self, metrics: Mapping[str, Any]) -> None:
         """Publish numbers under names, stamped with this iteration, and fire ``METRICS_RECORDED``.
 
-        A tensor is copied and stays on its device; the host waits for it when somebody reads the number.
+        A tensor is copied and stays on its device; the host waits for it when somebody reads the number. What a
+        handler of ``METRICS_RECORDED`` records itself is announced when all handlers have seen the record before it.
 
         Raises:
             RecordError: a name that is no text, or a value that is no number, tensor or array.
@@ -250,8 +265,8 @@ class Engine:
         kept = check_record(metrics)
         loop, status = self._loop, self._status
         loop.state.metrics.update(kept)
-        status.last_record = Record(MetricsView(kept), loop.state.epoch, loop.state.iteration, status.updates)
-        loop._fire_event(Events.METRICS_RECORDED)
+        record = Record(MetricsView(kept), loop.state.epoch, loop.state.iteration, status.updates)
+        self._announcements.announce(record, status, lambda: loop._fire_event(Events.METRICS_RECORDED))
 
     def terminate(self, skip_completed: bool = False) -> None:
         """Stop the run after the event, or the step's iteration, that asks for it; the next ``run`` goes on from there.

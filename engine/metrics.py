@@ -52,9 +52,21 @@ class _Publisher:
 
     def publish_metrics(self, engine: Any, batch: Any) -> None:
         computed = engine.ignite.state.metrics
+        for name in self.names:
+            _take_out_parts(name, computed)
         values = _flat({name: computed[name] for name in self.names if name in computed})
         if values:
             engine.record(values)
+
+
+def _take_out_parts(name: str, computed: dict[str, Any]) -> None:
+    """Take out what Ignite puts under the bare names of the parts of a metric: they are recorded as ``name/part``."""
+    parts = computed.get(name)
+    if not isinstance(parts, Mapping):
+        return
+    for part in parts:
+        if computed.get(part) is parts[part]:
+            del computed[part]
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

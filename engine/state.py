@@ -19,7 +19,18 @@ import torch
 from .errors import MetricError, RecordError, StateError, suggestion
 from .nested import map_nested
 
-__all__ = ["MetricsView", "Record", "RunStatus", "StateSnapshot", "StateView", "check_declared", "check_record"]
+_MOST_RECORDS = 100  # that may come out of one
+
+__all__ = [
+    "Announcements",
+    "MetricsView",
+    "Record",
+    "RunStatus",
+    "StateSnapshot",
+    "StateView",
+    "check_declared",
+    "check_record",
+]
 
 
 class MetricsView(Mapping[str, Any]):
@@ -94,6 +105,38 @@ class Record:
     epoch: int
     iteration: int
     updates: int
+
+
+class Announcements:
+    """Records on their way to the handlers of ``METRICS_RECORDED``: one after the other, also those a handler makes."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._waiting: list[Record] = []
+
+    def announce(self, record: Record, status: RunStatus, fire: Callable[[], None]) -> None:
+        """Make ``record`` the last one and fire; a record made inside the firing waits for its end.
+
+        Raises:
+            RecordError: the handlers record something at every record, so that there would be no end.
+        """
+        self._waiting.append(record)
+        if len(self._waiting) > 1:
+            return
+        announced = 0
+        try:
+            while self._waiting:
+                status.last_record = self._waiting[0]
+                fire()
+                del self._waiting[0]
+                announced += 1
+                if announced > _MOST_RECORDS:
+                    raise RecordError(
+                        f"{announced} records came out of one: a handler of METRICS_RECORDED records at every record. "
+                        "Let it look at engine.state.last_record first"
+                    )
+        finally:
+            self._waiting.clear()
 
 
 def _as_number(value: Any) -> Any:
