@@ -96,6 +96,9 @@ class IgniteLoop(IgniteEngine):
         self.owner: Callable[[], Any] | None = None
         self.source: Source | None = None
         self.keep: Callable[[Any], Any] | None = None
+        self.before_step: Callable[[int], None] | None = None  # with the number of batches done in the epoch
+        self.after_step: Callable[[], None] | None = None
+        self.after_epoch: Callable[[], None] | None = None
         self.epoch_limit: int | None = None
         self.epoch_open = False
         self.done_iteration = 0  # iterations whose step has returned, or has made an update before it failed
@@ -271,6 +274,8 @@ class IgniteLoop(IgniteEngine):
             if not ended:
                 return  # max_iters inside an epoch, which stays open
             self.epoch_open, state.batch = False, None
+            if self.after_epoch is not None:
+                self.after_epoch()
             state.times[Events.EPOCH_COMPLETED.name] = time.time() - started
             if self.should_terminate_single_epoch != "skip_epoch_completed":
                 self._fire_event(Events.EPOCH_COMPLETED)
@@ -282,6 +287,7 @@ class IgniteLoop(IgniteEngine):
         """Go through one epoch, or what is left of it; return whether it has come to its end."""
         state, fire, limit, keep = self.state, self._fire_event, self.epoch_limit, self.keep
         step, engine = self._process_function, self if self.owner is None else self.owner()
+        before_step, after_step = self.before_step, self.after_step
         has_data = state.dataloader is not None
         n = state.epoch_iteration = self._init_iter or 0
         self._init_iter = None
@@ -321,12 +327,16 @@ class IgniteLoop(IgniteEngine):
             state.output = None
             state.iteration += 1
             state.epoch_iteration = n + 1
+            if before_step is not None:
+                before_step(n)
             fire(Events.ITERATION_STARTED)
             if self.asked:
                 yield from self._obey()
             state.output = step(engine, state.batch)
             if keep is not None and state.output is not None:
                 state.output = keep(state.output)
+            if after_step is not None:
+                after_step()
             n += 1
             self.batch_in_work = False
             self.done_iteration = state.iteration
@@ -430,6 +440,7 @@ class IgniteLoop(IgniteEngine):
         self._internal_run_generator = self._dataloader_iter = self._init_iter = None
         self.state.dataloader = self.state.batch = self.state.output = None
         self.error = self.source = None
+        self.before_step = self.after_step = self.after_epoch = None
         self.batch_in_work = False
 
 

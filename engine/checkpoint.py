@@ -11,6 +11,7 @@ from .data import Position
 from .errors import CheckpointError, suggestion
 from .limits import Limits
 from .state import MetricsView, RunStatus
+from .updates import Updates
 
 __all__ = ["load_engine", "save_engine"]
 
@@ -18,7 +19,12 @@ _FORMAT = 1
 
 
 def save_engine(
-    loop: IgniteLoop, status: RunStatus, declared: Mapping[str, Any], limits: Limits, position: Position | None
+    loop: IgniteLoop,
+    status: RunStatus,
+    declared: Mapping[str, Any],
+    limits: Limits,
+    position: Position | None,
+    updates: Updates,
 ) -> dict[str, Any]:
     """Return everything an engine must know to go on."""
     metrics = MetricsView(loop.state.metrics)
@@ -34,12 +40,13 @@ def save_engine(
         "fields": copy.deepcopy(dict(declared)),
         "metrics": {name: metrics[name] for name in metrics},
         "firings": dict(loop.firings),
+        "gradients": updates.state_dict(),
         "position": None if position is None else position.state_dict(),
     }
 
 
 def load_engine(
-    saved: Any, loop: IgniteLoop, status: RunStatus, declared: dict[str, Any]
+    saved: Any, loop: IgniteLoop, status: RunStatus, declared: dict[str, Any], updates: Updates
 ) -> tuple[Limits, Position | None]:
     """Check what was saved, then write it into the parts of an engine."""
     if not isinstance(saved, Mapping):
@@ -49,7 +56,7 @@ def load_engine(
             f"the state dictionary has format {saved.get('format')!r}, and this version of pellucid reads {_FORMAT}: "
             "load it with the version that wrote it"
         )
-    wanted = save_engine(loop, status, declared, Limits(), None)
+    wanted = save_engine(loop, status, declared, Limits(), None, updates)
     _same_names("the state dictionary", saved, wanted)
     _same_names("its declared fields", saved["fields"], declared)
     _same_names("its optimizers", saved["updates_by_optimizer"], status.updates_by_optimizer)
@@ -63,6 +70,7 @@ def load_engine(
     loop.state.epoch_length = limits.epoch_length
     loop.state.metrics.clear()
     loop.state.metrics.update(saved["metrics"])
+    updates.load_state_dict(saved["gradients"])
     status.updates = saved["updates"]
     status.updates_by_optimizer = dict(saved["updates_by_optimizer"])
     declared.update(copy.deepcopy(dict(saved["fields"])))

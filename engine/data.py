@@ -38,6 +38,7 @@ class Position:
         generators: the states of the data's own generators at that moment.
         random: the random state now.
         generators_now: the states of the data's own generators now.
+        before_ahead: the random state before the batch ahead was drawn, None unless the run looks one batch ahead.
     """
 
     batches: int
@@ -45,6 +46,7 @@ class Position:
     generators: GeneratorStates | None
     random: RandomState
     generators_now: GeneratorStates
+    before_ahead: RandomState | None = None
 
     @classmethod
     def between_passes(cls) -> Position:
@@ -59,18 +61,20 @@ class Position:
             "generators": None if self.generators is None else self.generators.state_dict(),
             "random": self.random.state_dict(),
             "generators_now": self.generators_now.state_dict(),
+            "before_ahead": None if self.before_ahead is None else self.before_ahead.state_dict(),
         }
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Position:
         """Return what ``state_dict`` was made of."""
-        opened, generators = state["opened"], state["generators"]
+        opened, generators, ahead = state["opened"], state["generators"], state["before_ahead"]
         return cls(
             batches=state["batches"],
             opened=None if opened is None else RandomState.from_state_dict(opened),
             generators=None if generators is None else GeneratorStates.from_state_dict(generators),
             random=RandomState.from_state_dict(state["random"]),
             generators_now=GeneratorStates.from_state_dict(state["generators_now"]),
+            before_ahead=None if ahead is None else RandomState.from_state_dict(ahead),
         )
 
 
@@ -104,6 +108,11 @@ class RunData:
         self.record = record
         self.source: Any = None  # what the present pass goes over
         self.resume: Position | None = None
+        self.look_ahead = False  # at data of unknown length, to tell whether a batch is the last of its pass
+        self.is_last = False
+        self.length: int | None = None  # of the present pass, as its data states it
+        self._waiting: list[Any] = []
+        self.before_ahead: RandomState | None = None  # the random state before the batch ahead was drawn
         self._pass_began_at = 0
         self._opened: tuple[RandomState, GeneratorStates] | None = None
         self._raw: Iterator[Any] | None = None
@@ -129,12 +138,24 @@ class RunData:
         self._raw = raw = iter(source)
         skipped = 0 if resume is None else resume.batches
         self._pass_began_at = self.done() - skipped
+        if resume is not None and replay:
+            _skip(raw, resume.batches)
+            resume.generators_now.restore(source)
+        self.length = stated_length(source)
+        if self.look_ahead and self.length is None:
+            raw = self._start_looking_ahead(raw, resume)
         if resume is not None:
-            if replay:
-                _skip(raw, resume.batches)
-                resume.generators_now.restore(source)
             resume.random.restore()
         return self._batches(raw, skipped > 0)
+
+    def _start_looking_ahead(self, raw: Iterator[Any], resume: Position | None) -> Iterator[Any]:
+        self._waiting = []
+        self.before_ahead = None
+        if resume is not None and resume.before_ahead is not None and not _goes_on_by_itself(self.source):
+            self.before_ahead = resume.before_ahead
+            self.before_ahead.restore()  # the batch ahead was drawn with this
+            self._waiting.append(next(raw, _END))
+        return self._look_ahead(raw, self._waiting)
 
     def _batches(self, raw: Iterator[Any], begun: bool) -> Iterator[Any]:
         while True:
@@ -148,6 +169,19 @@ class RunData:
                 return
             begun = True
 
+    def _look_ahead(self, raw: Iterator[Any], waiting: list[Any]) -> Iterator[Any]:
+        """Yield the batches one behind the data, and know of each whether it is the last."""
+        self.is_last = waiting == [_END]
+        while not self.is_last:
+            self.before_ahead = RandomState() if self.record else None
+            ahead = next(raw, _END)
+            self.is_last = ahead is _END
+            if waiting:
+                yield waiting.pop()
+            if not self.is_last:
+                waiting.append(ahead)
+            ahead = None
+
     def position(self) -> Position:
         """Return where the run stands."""
         opened, generators = self._opened or (None, None)
@@ -157,11 +191,15 @@ class RunData:
             generators=generators,
             random=RandomState(),
             generators_now=GeneratorStates(self.source),
+            before_ahead=self.before_ahead if self._waiting or self.is_last else None,
         )
 
     def close(self) -> None:
         """Let go of the present pass; worker processes that belong to it end."""
         raw, self._raw = self._raw, None
+        if isinstance(self.source, HeldIterator):
+            self.source.held += [batch for batch in self._waiting if batch is not _END]
+        self._waiting = []
         persistent = getattr(self.source, "persistent_workers", False)
         self.source = self._opened = None
         shut_down = getattr(raw, "_shutdown_workers", None)
@@ -184,7 +222,7 @@ class HeldIterator:
 
     def __next__(self) -> Any:
         """Return the batch that was held back, or the next one."""
-        return self.held.pop() if self.held else next(self.iterator)
+        return self.held.pop(0) if self.held else next(self.iterator)
 
 
 def is_factory(data: Any) -> bool:

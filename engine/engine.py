@@ -79,6 +79,8 @@ class Engine:
         mode: ``"train"``, or ``"eval"``: no gradients, every module in eval mode during the run and put back after it.
         metrics: name -> Ignite or torchmetrics metric, computed over the outputs of an epoch and recorded at its end.
         state: fields of ``engine.state`` that steps and handlers may write, with their first values.
+        gradient_accumulation_steps: batches that make one update. A window never crosses an epoch's end; the last one
+            may be shorter, and each update has the mean gradient of what is really in its window.
         name: what the engine is called in messages, bars and logs; its mode if not given.
 
     Raises:
@@ -130,6 +132,7 @@ class Engine:
         mode: str = "train",
         metrics: Mapping[str, Any] | None = None,
         state: Mapping[str, Any] | None = None,
+        gradient_accumulation_steps: int = 1,
         name: str | None = None,
     ) -> None:
         check_signature(step, "step")
@@ -150,7 +153,7 @@ class Engine:
         self._status = RunStatus(mode, self._strategy)
         self._loop = self._make_loop(step)
         self._state = StateView(self._loop, self._status, self._declared)
-        self._updates = self._make_updates(optimizers)
+        self._updates = self._make_updates(optimizers, _whole_number(gradient_accumulation_steps))
         self._events: dict[str, Any] = {event.name: event for event in Events}
         self._limits = Limits()
         self._position: Position | None = None
@@ -169,7 +172,7 @@ class Engine:
         loop.count_with(Events.UPDATE_COMPLETED, lambda: status.updates)
         return loop
 
-    def _make_updates(self, optimizers: dict[str, Optimizer]) -> Updates:
+    def _make_updates(self, optimizers: dict[str, Optimizer], steps: int) -> Updates:
         engine = weakref.ref(self)
         loop = self._loop
 
@@ -181,6 +184,7 @@ class Engine:
             optimizers,
             self._strategy,
             self._status,
+            steps=steps,
             fire=loop._fire_event,
             done=loop.finish_iteration,
             current=is_current,
@@ -237,19 +241,33 @@ class Engine:
         """Return the context for the forward in the strategy's precision; it does nothing at full precision."""
         return self._strategy.autocast()
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of ``loss``, a tensor of shape (). Does not make the host wait for the device.
+    def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, optimizer: str | None = None) -> None:
+        """Add the gradient of ``loss`` to the current accumulation window.
+
+        Does not make the host wait for the device.
+
+        Args:
+            loss: shape (), the mean over this batch.
+            weight: how many items ``loss`` is the mean of (samples, tokens). With it the window's gradient is the mean
+                over all its items; without it every batch counts the same.
+            optimizer: add the gradient to the parameters of this optimizer only. For losses that reach parameters of
+                another one, as a generator's loss reaches those of the discriminator.
 
         Raises:
             UpdateError: the engine has no optimizer, the loss is no scalar, or it carries no graph.
         """
-        self._updates.backward(loss)
+        self._updates.backward(loss, weight, optimizer)
 
     def update(self, name: str | None = None) -> bool:
-        """Step the optimizer (of this name) and zero its gradients; return whether the weights were updated.
+        """At a window's end, step the optimizer (of this name) and zero its gradients; else do nothing.
+
+        Waits for the device only in ``"16-mixed"``, where the gradients decide whether the update is made.
+
+        Returns:
+            whether the weights were updated: False inside a window, and when the loss scale skipped the update.
 
         Raises:
-            UpdateError: the engine has no such optimizer.
+            UpdateError: the engine has no such optimizer, or none of its parameters has a gradient.
         """
         return self._updates.update(name)
 
@@ -311,6 +329,7 @@ class Engine:
         model: str = "share",
         optimizer: Any = None,
         metrics: Mapping[str, Any] | None = None,
+        gradient_accumulation_steps: int = 1,
         name: str | None = None,
     ) -> Engine:
         """Return an engine with the same model, strategy and declared fields, and fresh state, for an inner run.
@@ -322,6 +341,7 @@ class Engine:
                 weights untouched.
             optimizer: for training, a factory such as ``lambda params: SGD(params, lr=0.1)``.
             metrics: as for ``Engine``.
+            gradient_accumulation_steps: as for ``Engine``.
             name: as for ``Engine``.
 
         Raises:
@@ -339,6 +359,7 @@ class Engine:
             mode=mode,
             metrics=metrics,
             state=self._first_values,
+            gradient_accumulation_steps=gradient_accumulation_steps,
             name=name or f"{self._name}/{getattr(step, '__name__', 'fork')}",
         )
 
@@ -387,7 +408,7 @@ class Engine:
             _log.warning("engine %r is at its limit already (epoch %d, iteration %d): no step was made; reset() begins "
                          "afresh", self._name, state.epoch, state.iteration)  # fmt: skip
             return self._state.snapshot()
-        with run_scope(self, data), self._updates.counted():
+        with run_scope(self, data), self._updates.running():
             try:
                 self._begin(data, limits)
                 loop._internal_run()
@@ -424,6 +445,21 @@ class Engine:
             self._run_data = loop.source = self._open_run_data(data)
         elif self._position is not None:
             self._position.random.restore()
+        if self._updates.follows_batches():
+            self._follow_batches(limits.epoch_length, self._run_data)
+
+    def _follow_batches(self, epoch_length: int | None, run_data: RunData | None) -> None:
+        """Let the updates know of each batch, and whether the epoch ends with it."""
+        loop, updates = self._loop, self._updates
+        if run_data is not None:
+            run_data.look_ahead = epoch_length is None
+
+        def begin_batch(done: int) -> None:
+            length = epoch_length if run_data is None else epoch_length or run_data.length
+            remaining = length - done if length is not None and done < length else None
+            updates.begin_batch(remaining, run_data is not None and run_data.is_last)
+
+        loop.before_step, loop.after_step, loop.after_epoch = begin_batch, updates.end_batch, updates.flush
 
     def _open_run_data(self, data: Any) -> RunData:
         held = self._held
@@ -450,6 +486,7 @@ class Engine:
         if loop.batch_in_work and self._held is not None:
             self._held.held.append(state.batch)
         self._position = self._present_position()
+        self._updates.cut(state.iteration > loop.done_iteration)
         loop.set_standing(loop.standing())
         if self._run_data is not None:
             self._run_data.close()
@@ -492,9 +529,7 @@ class Engine:
         if self._status.is_running:
             raise RunError(f"engine {self._name!r} is running: reset() is for an engine at rest")
         self._start_afresh()
-        status = self._status
-        status.updates = 0
-        status.updates_by_optimizer = dict.fromkeys(status.updates_by_optimizer, 0)
+        self._updates.reset()
         self._declared.update(check_declared(self._first_values))
         self._limits, self._position, self._held = Limits(), None, None
 
@@ -528,7 +563,7 @@ class Engine:
         table = self._loop._event_handlers
         for old in [old for one in events for old in replaced_by(handler, table.registrations(), one)]:
             table.drop(old)
-            _log.warning("handler %s replaces the one that this cell attached before", handler.__qualname__)
+            _log.warning("handler %s replaces the one that this cell attached before", old.handler)
         entries = [Registration(handler, one) for one in events]
         for entry in entries:
             table[entry.event].append(entry)
@@ -595,7 +630,9 @@ class Engine:
         Not the model and not the optimizer: they have a ``state_dict`` of their own. Loaded into a new engine, with
         theirs, the next ``run`` goes on exactly as this one would.
         """
-        return save_engine(self._loop, self._status, self._declared, self._limits, self._present_position())
+        return save_engine(
+            self._loop, self._status, self._declared, self._limits, self._present_position(), self._updates
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` returned. Everything is checked before anything is changed.
@@ -606,7 +643,7 @@ class Engine:
         """
         if self._status.is_running:
             raise RunError(f"engine {self._name!r} is running: load_state_dict() is for an engine at rest")
-        self._limits, self._position = load_engine(state, self._loop, self._status, self._declared)
+        self._limits, self._position = load_engine(state, self._loop, self._status, self._declared, self._updates)
         self._held = None
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -637,3 +674,9 @@ class Engine:
             *((name, f"{value!r}") for name, value in state.metrics.items()),
         ]
         return table(f"Engine {self._name}", rows)
+
+
+def _whole_number(steps: Any) -> int:
+    if isinstance(steps, bool) or not hasattr(steps, "__index__") or steps < 1:
+        raise UpdateError(f"gradient_accumulation_steps must be a whole number of at least 1, got {steps!r}")
+    return int(steps)

@@ -189,6 +189,7 @@ class RunStatus:
     last_record: Record | None = None
     is_running: bool = False
     update_due: bool = False
+    updating: str | None = None
     depth: int = 0
     parent: StateView | None = None
 
@@ -227,6 +228,7 @@ class StateView:
     stop_reason: str | None = _field("_loop.ending", "completed, terminated, interrupted, failed; None before that")
     is_running: bool = _field("_status.is_running", "whether a run is in progress")
     update_due: bool = _field("_status.update_due", "whether this batch ends an accumulation window")
+    updating: str | None = _field("_status.updating", "the optimizer whose update the UPDATE_* events are about")
     mode: str = _field("_status.mode", "train or eval")
     depth: int = _field("_status.depth", "how many runs are around this one")
     parent: StateView | None = _field("_status.parent", "the state of the run around this one")

@@ -10,10 +10,10 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from ..nested import map_nested
+from .precision import Stepper
 
 __all__ = ["Model", "Strategy", "modules_of"]
 
@@ -30,7 +30,7 @@ class Strategy(ABC):
     Attributes:
         name: as in ``Engine(strategy=name)``.
         device: where batches go on this rank.
-        precision: ``"32-true"``, full precision.
+        precision: such as ``"32-true"``; the names are in :mod:`.precision`.
         rank: this process among all, from 0.
         local_rank: this process among those of its machine, from 0.
         world_size: the number of processes.
@@ -66,20 +66,8 @@ class Strategy(ABC):
         """Return the region in which a forward pass has this strategy's precision. Never waits, never a collective."""
 
     @abstractmethod
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of ``loss`` (shape ``()``) to the ``.grad`` of the parameters.
-
-        A collective in parallel strategies, unless they hold it back until the end of an accumulation window. Does not
-        wait for the device.
-        """
-
-    @abstractmethod
-    def optimizer_step(self, optimizer: Optimizer) -> bool:
-        """Update the parameters, and return whether an update was made.
-
-        False where a gradient scaler skipped it: such a strategy waits for the device here, the others do not. A
-        collective in sharding strategies.
-        """
+    def make_stepper(self) -> Stepper:
+        """Return what makes backward passes and optimizer steps for one engine: each has a loss scale of its own."""
 
     def copy_model(self, model: ModelT) -> ModelT:
         """Return a deep copy of ``model`` that shares nothing with it: same devices, modes and ties, no gradients.

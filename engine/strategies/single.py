@@ -2,45 +2,61 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ..errors import StrategyError
-from ..nested import move
+from ..nested import map_nested, move
 from .base import Model, Strategy, modules_of
 from .devices import default_device, find_device, first_without_values, parameter_devices
+from .precision import Stepper, autocast_region, full_name, make_stepper, model_dtype
 
 __all__ = ["SingleDevice"]
 
-_FULL_PRECISION = nullcontext()
 _ASYNCHRONOUS = frozenset({"cuda", "xpu"})  # here a copy from pinned memory is done before the work that reads it
 
 
 class SingleDevice(Strategy):
-    """Runs the model in this process, on one device, at full precision.
+    """Runs the model in this process, on one device.
 
     Args:
         device: such as ``"cpu"``, ``"cuda"``, ``"cuda:1"`` or an index of the accelerator. None: where the first model
             prepared already is, if that is no CPU; else the accelerator of this machine; else the CPU. A model that
             its owner has spread over several devices is then left so, and batches go to its first parameter's device.
+        precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, or short ``"fp32"``, ``"bf16"``,
+            ``"fp16"``; see :mod:`pellucid.engine.strategies.precision`.
+        compile: compile each module in place (``module.compile()``); a mapping gives the options of ``torch.compile``.
+            Names of parameters stay as they are.
+        scaler: options of torch's ``GradScaler`` for ``"16-mixed"``, such as ``{"init_scale": 1024.0}``.
 
     Raises:
-        StrategyError: there is no such device.
+        StrategyError: there is no such device or precision.
     """
 
     name: ClassVar[str] = "single"
 
-    def __init__(self, device: str | int | torch.device | None = None) -> None:
+    def __init__(
+        self,
+        device: str | int | torch.device | None = None,
+        *,
+        precision: str = "32-true",
+        compile: bool | Mapping[str, Any] = False,
+        scaler: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.precision = full_name(precision)
+        self._dtype = model_dtype(self.precision)
+        self._compile = None if compile is False else dict(compile) if isinstance(compile, Mapping) else {}
+        self._scaler = scaler
         self._is_chosen = device is not None  # by the caller: then every model goes there
         self._is_settled = self._is_chosen
         self._settle(default_device() if device is None else find_device(device))
 
     def __repr__(self) -> str:
-        return f"SingleDevice({str(self.device)!r})"
+        return f"SingleDevice({str(self.device)!r}, precision={self.precision!r})"
 
     def prepare_model(self, model: Model) -> None:
         """Move what is elsewhere to :attr:`device`, in place. Waits for the device where something is moved.
@@ -58,28 +74,38 @@ class SingleDevice(Strategy):
             self._settle(_home(devices) or self.device)
             self._is_settled = True
         if len(devices) > 1 and not self._is_chosen:
+            self._cast_and_compile(model)
             return  # spread on purpose: its own hooks bring activations from device to device
         for module in modules_of(model):
             tensors = [*module.parameters(), *module.buffers()]
             if not tensors or any(tensor.device != self.device for tensor in tensors):
                 module.to(self.device)
+        self._cast_and_compile(model)
+
+    def _cast_and_compile(self, model: Model) -> None:
+        for module in modules_of(model):
+            if self._dtype is not None:
+                module.to(self._dtype)
+            # private to torch; were it gone, a second engine would only compile the module once more
+            compiled = getattr(module, "_compiled_call_impl", None) is not None
+            if self._compile is not None and not compiled:
+                module.compile(**self._compile)
 
     def prepare_batch(self, batch: Any) -> Any:
         """Return ``batch`` on :attr:`device`. Does not wait where the memory is pinned and the device can do so."""
-        return move(batch, self.device, self._non_blocking)
+        moved = move(batch, self.device, self._non_blocking)
+        return moved if self._dtype is None else map_nested(moved, self._cast)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing: full precision."""
-        return _FULL_PRECISION
+        """Return the region of the forward pass; it does nothing unless the precision is mixed."""
+        return autocast_region(self.precision, self.device)
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of ``loss`` to the ``.grad`` of the parameters. Does not wait for the device."""
-        loss.backward()  # type: ignore[no-untyped-call]
-
-    def optimizer_step(self, optimizer: Optimizer) -> bool:
-        """Update the parameters; always a real update. Does not wait for the device."""
-        optimizer.step()
-        return True
+    def make_stepper(self) -> Stepper:
+        """Return what steps the optimizers of one engine."""
+        return make_stepper(self.precision, self.device, self._scaler)
 
     def _settle(self, device: torch.device) -> None:
         self.device = device
