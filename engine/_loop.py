@@ -28,10 +28,12 @@ from .data import EmptyDataError
 from .errors import RunError, suggestion
 from .events import Call, Events, HandlerTable, Registration, event_name, resolve
 
-__all__ = ["IgniteLoop", "Source", "Standing"]
+__all__ = ["NO_BATCH", "IgniteLoop", "Source", "Standing"]
 
 # event -> what its filters count; events that are not here count their own firings
 _COUNTERS: dict[str, str] = {event_name(event): attr for event, attr in State.event_to_attr.items()}
+NO_BATCH = object()
+_SPENT_BATCH = object()  # an update was made with it, so it must not come again
 _END = object()
 
 
@@ -96,13 +98,14 @@ class IgniteLoop(IgniteEngine):
         self.owner: Callable[[], Any] | None = None
         self.source: Source | None = None
         self.keep: Callable[[Any], Any] | None = None
+        self.after_start: Callable[[], None] | None = None
         self.before_step: Callable[[int], None] | None = None  # with the number of batches done in the epoch
         self.after_step: Callable[[], None] | None = None
         self.after_epoch: Callable[[], None] | None = None
         self.epoch_limit: int | None = None
         self.epoch_open = False
         self.done_iteration = 0  # iterations whose step has returned, or has made an update before it failed
-        self.batch_in_work = False
+        self.batch_in_work: Any = NO_BATCH  # drawn from the data, and its step has not returned
         self.in_epoch = False
         self.ending: str | None = None
         self.error: BaseException | None = None
@@ -252,6 +255,8 @@ class IgniteLoop(IgniteEngine):
         state = self.state
         self._fire_event(Events.STARTED)
         yield from self._obey(epoch=False)
+        if self.after_start is not None:
+            self.after_start()
         first = True
         while self.epoch_open or not self._finished():
             started = time.time()
@@ -316,7 +321,7 @@ class IgniteLoop(IgniteEngine):
                 self._setup_dataloader_iter()
                 restarted = True
                 continue
-            self.batch_in_work = True
+            self.batch_in_work = state.batch
             if has_data:
                 if unexpected:
                     fire(Events.GET_BATCH_STARTED)
@@ -338,7 +343,7 @@ class IgniteLoop(IgniteEngine):
             if after_step is not None:
                 after_step()
             n += 1
-            self.batch_in_work = False
+            self.batch_in_work = NO_BATCH
             self.done_iteration = state.iteration
             fire(Events.ITERATION_COMPLETED)
             if self.asked:
@@ -353,7 +358,7 @@ class IgniteLoop(IgniteEngine):
         if self.source is not None:
             self.source.close()
         self.done_iteration = self.state.iteration
-        self.batch_in_work = False
+        self.batch_in_work = NO_BATCH
         self._fire_event(Events.TERMINATE_SINGLE_EPOCH, iter_counter=self.state.epoch_iteration)
 
     def _is_epoch_end(self, n: int) -> bool:
@@ -415,7 +420,15 @@ class IgniteLoop(IgniteEngine):
         """Count the iteration in work as done: its step has changed the weights, so it cannot be repeated."""
         if self.state.iteration > self.done_iteration:
             self.done_iteration = self.state.iteration
-            self.batch_in_work = False
+            self.batch_in_work = _SPENT_BATCH
+
+    def undone_batch(self) -> Any:
+        """Return the batch that was drawn and not trained on, else ``NO_BATCH``."""
+        return NO_BATCH if self.batch_in_work is _SPENT_BATCH else self.batch_in_work
+
+    def was_left_in_step(self) -> bool:
+        """Say whether the step of the iteration in work did not return."""
+        return self.batch_in_work is _SPENT_BATCH or self.state.iteration > self.done_iteration
 
     def standing(self) -> Standing:
         """Return where the run stands, without an iteration that is not done and an epoch that had no data."""
@@ -440,8 +453,8 @@ class IgniteLoop(IgniteEngine):
         self._internal_run_generator = self._dataloader_iter = self._init_iter = None
         self.state.dataloader = self.state.batch = self.state.output = None
         self.error = self.source = None
-        self.before_step = self.after_step = self.after_epoch = None
-        self.batch_in_work = False
+        self.after_start = self.before_step = self.after_step = self.after_epoch = None
+        self.batch_in_work = NO_BATCH
 
 
 def _without_stop_iteration(error: BaseException) -> BaseException:

@@ -40,7 +40,7 @@ def save_engine(
         "fields": copy.deepcopy(dict(declared)),
         "metrics": {name: metrics[name] for name in metrics},
         "firings": dict(loop.firings),
-        "gradients": updates.state_dict(),
+        "gradients": updates.state_dict(loop.was_left_in_step(), loop.state.iteration > loop.done_iteration),
         "position": None if position is None else position.state_dict(),
     }
 
@@ -60,6 +60,7 @@ def load_engine(
     _same_names("the state dictionary", saved, wanted)
     _same_names("its declared fields", saved["fields"], declared)
     _same_names("its optimizers", saved["updates_by_optimizer"], status.updates_by_optimizer)
+    updates.check_state(saved["gradients"])
     position = None if saved["position"] is None else Position.from_state_dict(saved["position"])
     limits = Limits(saved["max_epochs"], saved["max_iters"], saved["epoch_length"])
 

@@ -17,6 +17,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from .errors import DataError
+from .look_ahead import LookAhead, Moment
 from .rng import GeneratorStates, RandomState
 
 __all__ = ["EmptyDataError", "HeldIterator", "Position", "RunData", "check_data", "is_factory", "stated_length"]
@@ -38,7 +39,7 @@ class Position:
         generators: the states of the data's own generators at that moment.
         random: the random state now.
         generators_now: the states of the data's own generators now.
-        before_ahead: the random state before the batch ahead was drawn, None unless the run looks one batch ahead.
+        ahead: for each batch that is drawn and not done, in a run that looks ahead, the random state before it.
     """
 
     batches: int
@@ -46,7 +47,7 @@ class Position:
     generators: GeneratorStates | None
     random: RandomState
     generators_now: GeneratorStates
-    before_ahead: RandomState | None = None
+    ahead: tuple[Moment, ...] = ()
 
     @classmethod
     def between_passes(cls) -> Position:
@@ -61,20 +62,20 @@ class Position:
             "generators": None if self.generators is None else self.generators.state_dict(),
             "random": self.random.state_dict(),
             "generators_now": self.generators_now.state_dict(),
-            "before_ahead": None if self.before_ahead is None else self.before_ahead.state_dict(),
+            "ahead": [moment.state_dict() for moment in self.ahead],
         }
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Position:
         """Return what ``state_dict`` was made of."""
-        opened, generators, ahead = state["opened"], state["generators"], state["before_ahead"]
+        opened, generators = state["opened"], state["generators"]
         return cls(
             batches=state["batches"],
             opened=None if opened is None else RandomState.from_state_dict(opened),
             generators=None if generators is None else GeneratorStates.from_state_dict(generators),
             random=RandomState.from_state_dict(state["random"]),
             generators_now=GeneratorStates.from_state_dict(state["generators_now"]),
-            before_ahead=None if ahead is None else RandomState.from_state_dict(ahead),
+            ahead=tuple(Moment.from_state_dict(moment) for moment in state["ahead"]),
         )
 
 
@@ -109,10 +110,8 @@ class RunData:
         self.source: Any = None  # what the present pass goes over
         self.resume: Position | None = None
         self.look_ahead = False  # at data of unknown length, to tell whether a batch is the last of its pass
-        self.is_last = False
         self.length: int | None = None  # of the present pass, as its data states it
-        self._waiting: list[Any] = []
-        self.before_ahead: RandomState | None = None  # the random state before the batch ahead was drawn
+        self._ahead: LookAhead | None = None
         self._pass_began_at = 0
         self._opened: tuple[RandomState, GeneratorStates] | None = None
         self._raw: Iterator[Any] | None = None
@@ -140,22 +139,15 @@ class RunData:
         self._pass_began_at = self.done() - skipped
         if resume is not None and replay:
             _skip(raw, resume.batches)
-            resume.generators_now.restore(source)
         self.length = stated_length(source)
         if self.look_ahead and self.length is None:
-            raw = self._start_looking_ahead(raw, resume)
+            again = () if resume is None or not replay else resume.ahead
+            raw = self._ahead = LookAhead(raw, source, skipped, again)
         if resume is not None:
             resume.random.restore()
+            if replay:
+                resume.generators_now.restore(source)
         return self._batches(raw, skipped > 0)
-
-    def _start_looking_ahead(self, raw: Iterator[Any], resume: Position | None) -> Iterator[Any]:
-        self._waiting = []
-        self.before_ahead = None
-        if resume is not None and resume.before_ahead is not None and not _goes_on_by_itself(self.source):
-            self.before_ahead = resume.before_ahead
-            self.before_ahead.restore()  # the batch ahead was drawn with this
-            self._waiting.append(next(raw, _END))
-        return self._look_ahead(raw, self._waiting)
 
     def _batches(self, raw: Iterator[Any], begun: bool) -> Iterator[Any]:
         while True:
@@ -169,37 +161,30 @@ class RunData:
                 return
             begun = True
 
-    def _look_ahead(self, raw: Iterator[Any], waiting: list[Any]) -> Iterator[Any]:
-        """Yield the batches one behind the data, and know of each whether it is the last."""
-        self.is_last = waiting == [_END]
-        while not self.is_last:
-            self.before_ahead = RandomState() if self.record else None
-            ahead = next(raw, _END)
-            self.is_last = ahead is _END
-            if waiting:
-                yield waiting.pop()
-            if not self.is_last:
-                waiting.append(ahead)
-            ahead = None
+    @property
+    def is_last(self) -> bool:
+        """Whether the batch handed out last is known to be the last of its pass."""
+        return self._ahead is not None and self._ahead.is_at_end
 
     def position(self) -> Position:
         """Return where the run stands."""
         opened, generators = self._opened or (None, None)
+        done = self.done() - self._pass_began_at if self._opened else 0
         return Position(
-            batches=self.done() - self._pass_began_at if self._opened else 0,
+            batches=done,
             opened=opened,
             generators=generators,
             random=RandomState(),
             generators_now=GeneratorStates(self.source),
-            before_ahead=self.before_ahead if self._waiting or self.is_last else None,
+            ahead=() if self._ahead is None else self._ahead.moments(done),
         )
 
     def close(self) -> None:
         """Let go of the present pass; worker processes that belong to it end."""
         raw, self._raw = self._raw, None
-        if isinstance(self.source, HeldIterator):
-            self.source.held += [batch for batch in self._waiting if batch is not _END]
-        self._waiting = []
+        if isinstance(self.source, HeldIterator) and self._ahead is not None:
+            self.source.held += self._ahead.waiting()
+        self._ahead = None
         persistent = getattr(self.source, "persistent_workers", False)
         self.source = self._opened = None
         shut_down = getattr(raw, "_shutdown_workers", None)

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ._loop import IgniteLoop, Standing
+from ._loop import NO_BATCH, IgniteLoop, Standing
 from .checkpoint import load_engine, save_engine
 from .data import HeldIterator, Position, RunData, check_data, is_factory, stated_length
 from .describe import Description
@@ -185,6 +185,7 @@ class Engine:
             self._strategy,
             self._status,
             steps=steps,
+            iteration=lambda: loop.state.iteration,
             fire=loop._fire_event,
             done=loop.finish_iteration,
             current=is_current,
@@ -323,7 +324,7 @@ class Engine:
 
     def fork(
         self,
-        step: Step,
+        step: Step | None = None,
         *,
         mode: str = "eval",
         model: str = "share",
@@ -335,7 +336,7 @@ class Engine:
         """Return an engine with the same model, strategy and declared fields, and fresh state, for an inner run.
 
         Args:
-            step: its step.
+            step: its step; None: this engine's.
             mode: "eval" or "train".
             model: "share" for the very same model, "copy" for a deep copy, so that an inner *training* leaves the outer
                 weights untouched.
@@ -350,7 +351,7 @@ class Engine:
         """
         if model not in ("share", "copy"):
             raise RunError(f"fork(model=...) must be 'share' or 'copy', got {model!r}")
-        given = self._model
+        given, step = self._model, step or self._step
         return Engine(
             step,
             given if given is None or model == "share" else self._strategy.copy_model(given),
@@ -452,14 +453,15 @@ class Engine:
         """Let the updates know of each batch, and whether the epoch ends with it."""
         loop, updates = self._loop, self._updates
         if run_data is not None:
-            run_data.look_ahead = epoch_length is None
+            run_data.look_ahead = epoch_length is None and updates.accumulates()
 
         def begin_batch(done: int) -> None:
             length = epoch_length if run_data is None else epoch_length or run_data.length
             remaining = length - done if length is not None and done < length else None
             updates.begin_batch(remaining, run_data is not None and run_data.is_last)
 
-        loop.before_step, loop.after_step, loop.after_epoch = begin_batch, updates.end_batch, updates.flush
+        loop.after_start, loop.before_step = updates.begin_run, begin_batch
+        loop.after_step, loop.after_epoch = updates.end_batch, updates.flush
 
     def _open_run_data(self, data: Any) -> RunData:
         held = self._held
@@ -483,10 +485,10 @@ class Engine:
     def _finish(self) -> None:
         """Keep where the run stands, and let go of everything that belonged to it."""
         loop, status, state = self._loop, self._status, self._loop.state
-        if loop.batch_in_work and self._held is not None:
-            self._held.held.append(state.batch)
+        if loop.undone_batch() is not NO_BATCH and self._held is not None:
+            self._held.held.append(loop.undone_batch())
         self._position = self._present_position()
-        self._updates.cut(state.iteration > loop.done_iteration)
+        self._updates.cut(loop.was_left_in_step(), state.iteration > loop.done_iteration)
         loop.set_standing(loop.standing())
         if self._run_data is not None:
             self._run_data.close()

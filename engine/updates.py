@@ -7,16 +7,18 @@ the optimizer for the length of a run only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .errors import UpdateError, suggestion
+from .errors import CheckpointError, UpdateError, suggestion
 from .events import Events
 from .state import RunStatus
 from .strategies import Strategy
@@ -27,6 +29,7 @@ __all__ = ["OptimizerFactory", "Optimizers", "Updates", "build_optimizers"]
 OptimizerFactory = Callable[[Any], Optimizer]
 Optimizers = Optimizer | Mapping[str, Optimizer] | None
 _ONLY = "optimizer"  # the name of an optimizer that was not given in a mapping
+_log = logging.getLogger("pellucid.engine")
 
 
 class Updates:
@@ -37,6 +40,7 @@ class Updates:
         strategy: does the arithmetic.
         status: where the counts are kept.
         steps: batches in an accumulation window.
+        iteration: says which iteration is in work.
         fire: fires an event of the engine.
         done: tells the loop that this iteration has changed the weights and cannot be repeated.
         current: whether the engine is the innermost one running; only then a step of a shared optimizer is its own.
@@ -49,6 +53,7 @@ class Updates:
         status: RunStatus,
         *,
         steps: int,
+        iteration: Callable[[], int],
         fire: Callable[[Events], None],
         done: Callable[[], None],
         current: Callable[[], bool],
@@ -56,11 +61,14 @@ class Updates:
         self._optimizers = dict(optimizers)
         self._stepper = strategy.make_stepper()
         self._status = status
+        self._can_update = status.mode == "train" and bool(optimizers)
         self._window = Window(steps)
+        self._iteration = iteration
         self._fire = fire
         self._done = done
         self._current = current
-        self._updated: set[str] = set()  # in this window
+        self._backward_in = 0  # the last iteration that called backward
+        self._updated: set[str] = set()  # whose update was begun in this window
         self._stepping = False  # inside update(), which fires the events itself
         self._pending: list[tuple[nn.Parameter, Tensor]] = []  # gradients of a window that a stop has cut
         status.updates_by_optimizer = dict.fromkeys(self._optimizers, 0)
@@ -69,11 +77,15 @@ class Updates:
 
     def backward(self, loss: Tensor, weight: Weight | None = None, optimizer: str | None = None) -> None:
         """Add the gradient of ``loss`` to the window; see ``Engine.backward``."""
-        self._require_training("backward")
-        _check_loss(loss)
-        inputs = None if optimizer is None else _held_by(self._optimizer(optimizer))
+        if not self._can_update:
+            self._refuse("backward")
+        if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
+            _refuse_loss(loss)
+        inputs = None if optimizer is None else _trained_by(self._optimizers[self._name(optimizer)])
         window = self._window
-        self._stepper.backward(window.scaled(loss, weight), inputs)
+        scaled = window.scaled(loss, weight)
+        self._backward_in = self._iteration()
+        self._stepper.backward(scaled, inputs)
         window.add_batch(weight)
         if window.count > 1:
             self._done()  # the gradient is among those of earlier batches and cannot be taken out again
@@ -81,48 +93,72 @@ class Updates:
 
     def update(self, name: str | None = None) -> bool:
         """Step an optimizer at the window's end; see ``Engine.update``."""
-        self._require_training("update")
+        if not self._can_update:
+            self._refuse("update")
         name = self._name(name)
         if not self._window.due:
             return False
-        if name in self._updated:
-            self._finish_scale()  # a second update in one batch
-        updated = self._step(name)
-        if len(self._optimizers) == 1:
-            self.end_window()
-        return updated
-
-    def _step(self, name: str) -> bool:
-        optimizer, status, stepper = self._optimizers[name], self._status, self._stepper
+        optimizer = self._optimizers[name]
         if not _has_gradient(optimizer):
             raise UpdateError(
                 f"update of {name!r}: none of its parameters has a gradient. Call engine.backward(loss) first, with a "
                 "loss that depends on them"
             )
+        if name in self._updated:
+            self._finish_scale()  # a second update in one batch
+        return self._update(name, optimizer)
+
+    def _update(self, name: str, optimizer: Optimizer) -> bool:
+        status, stepper = self._status, self._stepper
         self._updated.add(name)
         stepper.unscale(optimizer)
         correction = self._window.correction()
         if correction is not None:
-            multiply([p.grad for p in _held_by(optimizer) if p.grad is not None], correction)
+            multiply(_gradients(optimizer), correction)
         before = status.updates
         status.updating = name
-        self._stepping = True
         try:
+            self._stepping = True
             self._fire(Events.UPDATE_STARTED)
-            stepper.step(optimizer)
-            optimizer.zero_grad(set_to_none=True)
-            updated = status.updates > before
-            if updated:
+            if _has_gradient(optimizer):  # a handler may call the update off
+                stepper.step(optimizer)
+            self._stepping = False
+            _drop_gradients(optimizer)
+            if len(self._updated) == len(self._optimizers):
+                self._end_window()
+            is_made = status.updates > before
+            if is_made:
                 self._fire(Events.UPDATE_COMPLETED)
         finally:
             self._stepping, status.updating = False, None
-        return updated
+        return is_made
+
+    def _end_window(self) -> None:
+        self._finish_scale()
+        self._window.clear()
+
+    def _finish_scale(self) -> None:
+        """Adapt the loss scale, after it is decided of each update whether it is made."""
+        if self._stepper.scales and self._updated:
+            self._stepper.finish()
+            self._done()  # also when no update was made: the batch has changed the scale
+        self._updated.clear()
 
     # ------------------------------------------------------------------ what the loop tells
 
+    def accumulates(self) -> bool:
+        """Say whether there are windows of several batches."""
+        return self._window.steps > 1
+
     def follows_batches(self) -> bool:
-        """Say whether batches must be announced: windows of several batches, or several optimizers with one scale."""
-        return self._window.steps > 1 or (self._stepper.scales and len(self._optimizers) > 1)
+        """Say whether batches must be announced: for windows, or for several optimizers with one scale."""
+        shares_scale = self._stepper.scales and len(self._optimizers) > 1
+        return self.accumulates() or shares_scale or self._window.owed
+
+    def begin_run(self) -> None:
+        """Make the update that is owed from the run before."""
+        if self._window.owed:
+            self.flush()
 
     def begin_batch(self, remaining: int | None, is_last: bool) -> None:
         """Take a batch into the window, before its step."""
@@ -131,30 +167,17 @@ class Updates:
 
     def end_batch(self) -> None:
         """End the window if this batch was its last, after its step."""
-        if self._window.due and self._updated:
-            self.end_window()
-
-    def end_window(self) -> None:
-        """Begin a new window with the next batch."""
-        self._finish_scale()
-        self._window.clear()
+        if self._updated:
+            self._end_window()
 
     def flush(self) -> None:
-        """Make the update of a window that the end of the epoch has cut, if the step could not know of the end."""
+        """Make the update of a window that has ended without the step's knowing."""
         window = self._window
-        if window.steps == 1 or not window.count:
-            window.clear()
-            return
-        window.due = True
-        for name in self._optimizers:
-            if name not in self._updated:
-                self._step(name)
-        self.end_window()
-
-    def _finish_scale(self) -> None:
-        if self._updated:
-            self._stepper.finish()
-        self._updated.clear()
+        if window.count and (window.steps > 1 or window.owed):
+            for name, optimizer in self._optimizers.items():
+                if _has_gradient(optimizer):
+                    self._update(name, optimizer)
+        self._end_window()
 
     # ------------------------------------------------------------------ the length of a run
 
@@ -165,7 +188,6 @@ class Updates:
         for parameter, gradient in self._pending:
             parameter.grad = gradient
         self._pending = []
-        self._window.due = self._window.steps == 1 or self._window.due
         try:
             for name, optimizer in self._optimizers.items():
                 handles.append(optimizer.register_step_pre_hook(partial(self._before_step, name)))
@@ -175,21 +197,52 @@ class Updates:
             for handle in handles:
                 handle.remove()
 
-    def cut(self, batch_is_undone: bool) -> None:
-        """Take the gradients of an unfinished window off the parameters, for the next run to bring back.
+    def cut(self, left_in_step: bool, undone: bool) -> None:
+        """End a run: take the gradients of an unfinished window off the parameters, for the next run to bring back.
 
-        A batch that was begun but not done will come again: as the first of its window it leaves nothing behind.
+        Args:
+            left_in_step: the step of the last batch has not returned.
+            undone: that batch will come again: as the first of its window it leaves no gradient behind.
         """
-        window = self._window
-        held = [p for optimizer in self._optimizers.values() for p in _held_by(optimizer) if p.grad is not None]
-        if batch_is_undone and window.has_batch:
-            window.forget_gradient()  # of this batch alone: with others it would count as done
-            _drop_gradients(held)
-        if window.steps == 1:
-            return
-        window.begun -= batch_is_undone
-        self._pending = [(p, p.grad) for p in held if p.grad is not None]
-        _drop_gradients(held)
+        window = self._unfinished(left_in_step, undone)
+        if self._is_spoilt(left_in_step and (undone or window.steps == 1)):
+            self._drop_all(warn=bool(self._updated) and not undone)
+        if undone and self._updated:
+            self._stepper.forget()
+            self._updated.clear()
+        self._finish_scale()
+        self._window = window
+        if window.steps > 1 or window.owed:
+            self._pending = [(p, p.grad) for one in self._optimizers.values() for p in _held_by(one) if p.grad is not None]
+            self._drop_all()
+
+    def _unfinished(self, left_in_step: bool, undone: bool) -> Window:
+        """Return the window as the next run is to find it."""
+        window = copy.copy(self._window)
+        if undone:
+            window.begun = max(0, window.begun - 1)
+        if self._is_spoilt(undone):
+            window.forget_gradient()
+        if self._updated and not undone:
+            window.clear()
+        # its update was not begun, though its last batch has joined
+        is_full = left_in_step and not undone and window.due and window.count > 0
+        window.owed |= window.steps > 1 and is_full
+        return window
+
+    def _is_spoilt(self, drops_batch: bool) -> bool:
+        """Say whether the gradients are of no more use: changed for an update already, or of a batch to be dropped."""
+        return bool(self._updated) or (drops_batch and self._backward_in == self._iteration())
+
+    def _drop_all(self, warn: bool = False) -> None:
+        if warn and any(map(_has_gradient, self._optimizers.values())):
+            _log.warning(
+                "the run was left amid an update: the gradient of %d batches is dropped, as a handler may have changed "
+                "it",
+                self._window.count,
+            )
+        for optimizer in self._optimizers.values():
+            _drop_gradients(optimizer)
 
     def reset(self) -> None:
         """Forget counts and an unfinished window."""
@@ -197,6 +250,7 @@ class Updates:
         self._status.updates_by_optimizer = dict.fromkeys(self._optimizers, 0)
         self._window.clear()
         self._pending = []
+        self._backward_in = 0
 
     def _before_step(self, name: str, *_: Any) -> None:
         if self._stepping or not self._current():
@@ -221,29 +275,47 @@ class Updates:
 
     # ------------------------------------------------------------------ saving
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, left_in_step: bool, undone: bool) -> dict[str, Any]:
         """Return the loss scale and the unfinished window with its gradients, as tensors and plain numbers."""
+        window = self._unfinished(left_in_step, undone)
+        keeps = window.steps > 1 or window.owed
+        if not keeps:
+            window.clear()
         return {
             "scale": self._stepper.state_dict(),
-            "window": self._window.state_dict(),
-            "gradients": self._window_gradients(),
+            "window": window.state_dict(),
+            "gradients": self._window_gradients() if keeps and not self._is_spoilt(undone) else {},
         }
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Check that saved gradients are of these optimizers.
+
+        Raises:
+            CheckpointError: they are not.
+        """
+        for name, gradients in state["gradients"].items():
+            held = _held_by(self._optimizers[name]) if name in self._optimizers else []
+            fits = len(held) == len(gradients)
+            if not fits or any(g is not None and g.shape != p.shape for p, g in zip(held, gradients, strict=True)):
+                raise CheckpointError(
+                    f"its pending gradients of optimizer {name!r} and this engine's parameters do not fit: load it "
+                    "into an engine with the model it was saved with"
+                )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what was saved."""
         self._stepper.load_state_dict(state["scale"])
         self._window.load_state_dict(state["window"])
-        gradients = state["gradients"]
-        self._pending = []
-        for name, optimizer in self._optimizers.items():
-            for parameter, gradient in zip(_held_by(optimizer), gradients.get(name, ()), strict=False):
-                if gradient is not None:
-                    self._pending.append((parameter, gradient.to(parameter.device, copy=True)))
+        self._backward_in = 0
+        self._pending = [
+            (parameter, gradient.to(parameter.device, copy=True))
+            for name, gradients in state["gradients"].items()
+            for parameter, gradient in zip(_held_by(self._optimizers[name]), gradients, strict=True)
+            if gradient is not None
+        ]
 
     def _window_gradients(self) -> dict[str, list[Tensor | None]]:
-        if self._window.steps == 1 or not self._window.count:
-            return {}
-        pending = {id(p): gradient for p, gradient in self._pending}
+        pending = {id(parameter): gradient for parameter, gradient in self._pending}
         found: dict[str, list[Tensor | None]] = {}
         for name, optimizer in self._optimizers.items():
             gradients = [pending.get(id(p), p.grad) for p in _held_by(optimizer)]
@@ -262,35 +334,23 @@ class Updates:
             raise UpdateError(f"no optimizer {name!r}{suggestion(name, self._optimizers)} There are: {names}")
         return name
 
-    def _optimizer(self, name: str) -> Optimizer:
-        return self._optimizers[self._name(name)]
-
-    def _require_training(self, verb: str) -> None:
+    def _refuse(self, verb: str) -> NoReturn:
         if self._status.mode != "train":
             raise UpdateError(f"{verb} was called in an evaluation engine, which makes no updates: use mode='train'")
-        if not self._optimizers:
-            raise UpdateError(
-                f"{verb} needs an optimizer, and this engine has none: Engine(step, model, optimizer=...)"
-            )
+        raise UpdateError(f"{verb} needs an optimizer, and this engine has none: Engine(step, model, optimizer=...)")
 
 
-def _check_loss(loss: Any) -> None:
+def _refuse_loss(loss: Any) -> NoReturn:
     if not isinstance(loss, Tensor):
         raise UpdateError(f"backward takes the loss tensor of the step, got {type(loss).__name__}: {loss!r}")
     if loss.ndim != 0:
         raise UpdateError(
             f"backward takes a scalar loss of shape (), got shape {tuple(loss.shape)}: take its mean or sum first"
         )
-    if not loss.requires_grad:
-        raise UpdateError(
-            "the loss carries no graph, so no gradient can come of it: it was detached, made under no_grad, or "
-            "does not depend on the model"
-        )
-
-
-def _drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    for parameter in parameters:
-        parameter.grad = None
+    raise UpdateError(
+        "the loss carries no graph, so no gradient can come of it: it was detached, made under no_grad, or "
+        "does not depend on the model"
+    )
 
 
 def _has_gradient(optimizer: Optimizer) -> bool:
@@ -301,8 +361,20 @@ def _has_gradient(optimizer: Optimizer) -> bool:
     return False
 
 
+def _gradients(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter.grad for parameter in _held_by(optimizer) if parameter.grad is not None]
+
+
+def _drop_gradients(optimizer: Optimizer) -> None:
+    optimizer.zero_grad(set_to_none=True)
+
+
 def _held_by(optimizer: Optimizer) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _trained_by(optimizer: Optimizer) -> list[Any]:
+    return [parameter for parameter in _held_by(optimizer) if parameter.requires_grad]
 
 
 def build_optimizers(given: Any, model: Any) -> tuple[Optimizers, dict[str, Optimizer]]:

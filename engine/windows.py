@@ -30,6 +30,7 @@ class Window:
         begun: batches begun in this window.
         count: those of them that have added a gradient.
         due: whether the batch in work ends the window.
+        owed: whether the window has ended and its update has yet to come, as a stop came between.
     """
 
     def __init__(self, steps: int) -> None:
@@ -42,6 +43,7 @@ class Window:
         """Begin a new window with the next batch."""
         self.begun = 0
         self.expected = self.steps
+        self.owed = False
         self.forget_gradient()
 
     def forget_gradient(self) -> None:
@@ -69,31 +71,30 @@ class Window:
         """Return what is to be differentiated for a loss of this batch.
 
         Raises:
-            UpdateError: weights for some batches of a window only, or two weights for one batch.
+            UpdateError: a weight that is none, weights for some batches of a window only, or two for one batch.
         """
-        self._check_weight(weight)
-        if weight is not None and self.steps > 1:
-            reference = weight if self.total is None else self._reference
-            return loss * (weight / (reference * self.expected))
-        return loss if self.expected == 1 else loss / self.expected
+        if weight is not None:
+            _check_weight(weight)
+        if self.steps == 1:
+            return loss
+        self._check_fits(weight)
+        if weight is None:
+            return loss if self.expected == 1 else loss / self.expected
+        reference = self._reference if self.count else _reference(weight)
+        return loss * (weight / (reference * self.expected))
 
     def add_batch(self, weight: Weight | None) -> None:
         """Count the gradient of the batch in work, once it has been added."""
-        if self.has_batch:
-            return
-        self.has_batch = True
-        self._batch_weight = weight
-        # at one batch a window, a user who adds several batches by hand gets their sum, as in a plain loop
-        self.count = 1 if self.steps == 1 else self.count + 1
-        if weight is not None:
-            self._reference = weight if self.total is None else self._reference
-            self.total = weight if self.total is None or self.steps == 1 else self.total + weight
-
-    def _check_weight(self, weight: Weight | None) -> None:
-        if weight is not None and not isinstance(weight, Tensor) and not weight > 0:
-            raise UpdateError(f"weight= is how many items the loss is the mean of, more than 0, got {weight!r}")
         if self.steps == 1:
-            return
+            self.count = 1  # a user who adds several batches by hand gets their sum, as in a plain loop
+        elif not self.has_batch:
+            self.count += 1
+            if weight is not None:
+                self._reference = _reference(weight) if self.total is None else self._reference
+                self.total = weight if self.total is None else self.total + weight
+        self.has_batch, self._batch_weight = True, weight
+
+    def _check_fits(self, weight: Weight | None) -> None:
         if self.has_batch and not _is_same(weight, self._batch_weight):
             raise UpdateError(
                 f"a batch has one weight: backward was called with weight={self._batch_weight!r} and then with "
@@ -107,8 +108,6 @@ class Window:
 
     def correction(self) -> Weight | None:
         """Return what the gradients must be multiplied by to be the mean over the window, None for 1."""
-        if self.steps == 1:
-            return None
         if self.total is not None:
             factor = self._reference * self.expected / self.total
             return factor if isinstance(factor, Tensor) or factor != 1.0 else None
@@ -117,13 +116,15 @@ class Window:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the window as tensors and plain numbers."""
-        names = ("begun", "expected", "count", "total")
+        names = ("begun", "expected", "owed", "count", "total")
         return {name: getattr(self, name) for name in names} | {"reference": self._reference}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a window."""
-        self.begun, self.expected = state["begun"], state["expected"]
-        self.count, self.total, self._reference = state["count"], state["total"], state["reference"]
+        """Take over a window; by an engine without windows its update is to be made first."""
+        self.clear()
+        self.begun, self.expected, self.count = state["begun"], state["expected"], state["count"]
+        self.total, self._reference = state["total"], state["reference"]
+        self.owed = state["owed"] or (self.steps == 1 and self.count > 0)
 
 
 def multiply(gradients: list[Tensor], factor: Weight) -> None:
@@ -131,6 +132,22 @@ def multiply(gradients: list[Tensor], factor: Weight) -> None:
     with torch.no_grad():
         for gradient in gradients:
             gradient.mul_(factor)
+
+
+def _check_weight(weight: Weight) -> None:
+    if isinstance(weight, Tensor):
+        if weight.ndim:
+            raise UpdateError(f"weight= is a number or a tensor of shape (), got shape {tuple(weight.shape)}")
+    elif not weight > 0:
+        raise UpdateError(
+            f"weight= is how many items the loss is the mean of, more than 0, got {weight!r}: call no backward for a "
+            "batch without items"
+        )
+
+
+def _reference(weight: Weight) -> Weight:
+    """Return the weight of a window's first batch, by which all are measured; of no items, that of one."""
+    return torch.where(weight > 0, weight, 1) if isinstance(weight, Tensor) else weight
 
 
 def _is_same(one: Weight | None, other: Weight | None) -> bool:

@@ -1,8 +1,25 @@
 """Handlers: ready-made parts that are attached to an engine and listen to its events."""
 
 from .early_stopping import EarlyStopping
+from .ema import EMA
+from .gradient_clip import GradientClip
 from .history import History, HistoryRow
+from .lr_finder import LRFinder, LRFinderResult
+from .lr_schedule import LRSchedule
 from .progress_bar import ProgressBar
+from .terminate_on_nan import TerminateOnNan
 from .validate import Validate
 
-__all__ = ["EarlyStopping", "History", "HistoryRow", "ProgressBar", "Validate"]
+__all__ = [
+    "EMA",
+    "EarlyStopping",
+    "GradientClip",
+    "History",
+    "HistoryRow",
+    "LRFinder",
+    "LRFinderResult",
+    "LRSchedule",
+    "ProgressBar",
+    "TerminateOnNan",
+    "Validate",
+]

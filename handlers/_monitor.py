@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from ..engine import Engine, Events, MonitorError
 from ._attachable import Subscription
 
-__all__ = ["Mode", "Monitor", "describe_missing", "nearest_name", "require_number"]
+__all__ = ["Mode", "Monitor", "describe_missing", "nearest_name", "require_number", "require_positive"]
 
 Mode = Literal["max", "min"]
 
@@ -129,4 +129,18 @@ def require_number(argument: str, value: Any, *, least: float, whole: bool = Fal
         raise TypeError(f"{argument}={value!r}: {wanted}")
     if not math.isfinite(value) or value < least:
         raise ValueError(f"{argument}={value!r}: {wanted}")
+    return value
+
+
+def require_positive(argument: str, value: Any) -> float:
+    """Return ``value`` if it is a number above 0; infinity is one.
+
+    Raises:
+        TypeError: no number.
+        ValueError: not above 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{argument}={value!r}: a number above 0 was wanted")
+    if not value > 0:
+        raise ValueError(f"{argument}={value!r}: a number above 0 was wanted")
     return value

@@ -5,8 +5,9 @@ from __future__ import annotations
 import glob
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from numbers import Number
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from ignite.engine.events import EventsList
@@ -18,6 +19,13 @@ from ._monitor import require_number
 __all__ = ["Validate"]
 
 logger = logging.getLogger("pellucid.handlers")
+
+
+class Weights(Protocol):
+    """Other weights for a model, such as :class:`EMA`'s averages."""
+
+    def applied(self, model: Any) -> AbstractContextManager[None]:
+        """Have them in ``model``, in place, and its own put back on leaving."""
 
 
 class Validate(Attachable):
@@ -33,6 +41,7 @@ class Validate(Attachable):
         every: the event to evaluate at: plain, filtered (``Events.EPOCH_COMPLETED(every=5)``), or several with ``|``.
         prefix: put before each metric's name.
         epoch_length: the number of batches of one evaluation. None: all of ``data``.
+        weights: an :class:`EMA`, to evaluate with its averaged weights; the model's own are put back to the bit.
 
     Raises:
         HandlerError: ``evaluator`` is no evaluation engine.
@@ -51,6 +60,7 @@ class Validate(Attachable):
         every: EventLike = Events.EPOCH_COMPLETED,
         prefix: str = "val/",
         epoch_length: int | None = None,
+        weights: Weights | None = None,
     ) -> None:
         _check_evaluator(evaluator)
         _check_data(data, epoch_length)
@@ -59,11 +69,14 @@ class Validate(Attachable):
             raise TypeError(f"prefix={prefix!r}: a string was wanted, such as 'val/'")
         if epoch_length is not None:
             require_number("epoch_length", epoch_length, least=1, whole=True)
+        if weights is not None and not hasattr(weights, "applied"):
+            raise TypeError(f"weights={weights!r}: an EMA was wanted")
         self.evaluator = evaluator
         self._data = data
         self._every = every
         self._prefix = prefix
         self._epoch_length = epoch_length
+        self._weights = weights
         self._records: tuple[str, ...] = (glob.escape(prefix) + "*",)
 
     @property
@@ -86,7 +99,8 @@ class Validate(Attachable):
         return ((self._every, self._evaluate),)
 
     def _evaluate(self, engine: Engine, batch: Any) -> None:
-        result = self.evaluator.run(self._data, epoch_length=self._epoch_length)
+        with nullcontext() if self._weights is None else self._weights.applied(self.evaluator.model):
+            result = self.evaluator.run(self._data, epoch_length=self._epoch_length)
         if result.stop_reason != "completed":
             logger.warning("%r: the evaluation was %s, so nothing of it is recorded", self, result.stop_reason)
             return

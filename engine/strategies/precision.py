@@ -74,6 +74,9 @@ class Stepper:
     def finish(self) -> None:
         """End a window, after all its optimizers have been stepped."""
 
+    def forget(self) -> None:
+        """Forget what was noted of gradients that are dropped, as if they had never been."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return what has to be saved."""
         return {}
@@ -92,7 +95,9 @@ class LossScaler(Stepper):
 
     def __init__(self, device: torch.device, **options: Any) -> None:
         """Make a scaler for a device with ``GradScaler``'s options."""
+        self._device = device
         self._scaler = torch.amp.GradScaler(device.type, **options)
+        self._skips = False
 
     def backward(self, loss: Tensor, inputs: list[Tensor] | None) -> None:
         """Add the gradient of the scaled loss."""
@@ -101,16 +106,23 @@ class LossScaler(Stepper):
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the scale, and note an overflow."""
         self._scaler.unscale_(optimizer)
+        # a fused optimizer would be called, and skip inside: the step could not be told from a real one. Asked before
+        # anybody has clipped the gradients, as GradScaler does
+        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        self._skips = is_fused and not _all_finite(optimizer)  # waits for the device
 
     def step(self, optimizer: Optimizer) -> None:
         """Step unless a gradient has overflowed."""
-        if getattr(optimizer, "_step_supports_amp_scaling", False) and not _all_finite(optimizer):
-            return  # a fused optimizer would be called, and skip inside: the step could not be told from a real one
-        self._scaler.step(optimizer)
+        if not self._skips:
+            self._scaler.step(optimizer)
 
     def finish(self) -> None:
         """Adapt the scale to whether anything has overflowed."""
         self._scaler.update()
+
+    def forget(self) -> None:
+        """Forget which gradients have been unscaled, and what has overflowed. Waits for the device."""
+        self._scaler.update(self.scale())
 
     def scale(self) -> float:
         """Return the present scale. Waits for the device."""
@@ -123,6 +135,7 @@ class LossScaler(Stepper):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the scale and its growth counter."""
         self._scaler.load_state_dict(dict(state))
+        self._scaler.scale(torch.zeros((), device=self._device))  # it makes its tensors when it first scales something
 
 
 def _all_finite(optimizer: Optimizer) -> bool:
