@@ -4,14 +4,16 @@ A pass begins where the data is opened: at each epoch's start, or once for many 
 lets one pass go on over the borders. The random state at that moment, the number of batches done since and the random
 state now are a :class:`Position`; with them the rest of the pass comes out as if it had never been left: the pass is
 opened again in its first state, the batches done are drawn and dropped, and the present random state is put back.
-(With workers this also gives every worker the random state it had.)
+(With workers this also gives every worker the random state it had.) What had been drawn and was not done, a batch or
+the end of the data, is drawn again before the present random state is put back.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -34,6 +36,7 @@ class Position:
 
     Attributes:
         batches: how many batches of the pass are done; 0 also when no pass has been opened.
+        drawn: whether one thing more was drawn: a batch that is not done, or the end of the data.
         opened: the random state when the pass was opened, None when none was.
         generators: the states of the data's own generators at that moment.
         random: the random state now.
@@ -41,6 +44,7 @@ class Position:
     """
 
     batches: int
+    drawn: bool
     opened: RandomState | None
     generators: GeneratorStates | None
     random: RandomState
@@ -49,12 +53,13 @@ class Position:
     @classmethod
     def between_passes(cls) -> Position:
         """Return the position of a run that is inside no pass."""
-        return cls(0, None, None, RandomState(), GeneratorStates(None))
+        return cls(0, False, None, None, RandomState(), GeneratorStates(None))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as tensors and plain numbers."""
         return {
             "batches": self.batches,
+            "drawn": self.drawn,
             "opened": None if self.opened is None else self.opened.state_dict(),
             "generators": None if self.generators is None else self.generators.state_dict(),
             "random": self.random.state_dict(),
@@ -67,6 +72,7 @@ class Position:
         opened, generators = state["opened"], state["generators"]
         return cls(
             batches=state["batches"],
+            drawn=state["drawn"],
             opened=None if opened is None else RandomState.from_state_dict(opened),
             generators=None if generators is None else GeneratorStates.from_state_dict(generators),
             random=RandomState.from_state_dict(state["random"]),
@@ -82,6 +88,7 @@ class RunData:
         prepare: brings a batch to the device.
         state: what a callable is asked with.
         done: says how many iterations the engine has done in all.
+        in_work: says whether a batch was drawn that is not done.
         in_use: what the runs around this one are iterating.
         record: keep what is needed to go on after a stop (training; an evaluation starts afresh).
     """
@@ -93,6 +100,7 @@ class RunData:
         prepare: Callable[[Any], Any],
         state: Any,
         done: Callable[[], int],
+        in_work: Callable[[], bool],
         in_use: tuple[Any, ...] = (),
         record: bool = True,
     ) -> None:
@@ -100,6 +108,7 @@ class RunData:
         self.prepare = prepare
         self.state = state
         self.done = done
+        self.in_work = in_work
         self.in_use = in_use
         self.record = record
         self.source: Any = None  # what the present pass goes over
@@ -107,6 +116,15 @@ class RunData:
         self._pass_began_at = 0
         self._opened: tuple[RandomState, GeneratorStates] | None = None
         self._raw: Iterator[Any] | None = None
+        self._ahead: list[Any] = []  # what was drawn for a pass that is taken up again, and has not been handed out
+        self._ended = False
+        self._rejoined = False
+
+    def rejoin(self) -> None:
+        """Take up the random state in which the run was stopped, before its next event; ``open`` does the rest."""
+        if self.resume is not None:
+            self.resume.random.restore()
+            self._rejoined = True
 
     def open(self) -> Iterator[Any]:
         """Begin a pass over the data, or take up again the one that ``resume`` names.
@@ -115,44 +133,52 @@ class RunData:
             DataError: the data cannot be iterated, is empty, or an outer run is consuming it.
         """
         self.close()
-        resume, self.resume = self.resume, None
+        done = 0 if self.resume is None else self.resume.batches
+        resume = None if _goes_on_by_itself(self.data) else self.resume
+        if resume is not None and resume.opened is not None:
+            resume.opened.restore()
+        random = RandomState() if self.record else None  # before a callable is asked: it may draw random numbers
         source = self.data(self.state) if is_factory(self.data) else self.data
         check_data(source, self.in_use)
         self.source = source = _fresh_if_in_use(source, self.in_use)
-        replay = resume is not None and resume.opened is not None and not _goes_on_by_itself(source)
-        if replay:
-            assert resume is not None and resume.opened is not None and resume.generators is not None
-            resume.opened.restore()
-            resume.generators.restore(source)
-        if self.record:
-            self._opened = RandomState(), GeneratorStates(source)
-        self._raw = raw = iter(source)
-        skipped = 0 if resume is None else resume.batches
-        self._pass_began_at = self.done() - skipped
         if resume is not None:
-            if replay:
-                _skip(raw, resume.batches)
-                resume.generators_now.restore(source)
+            (resume.generators or resume.generators_now).restore(source)
+        opened = None if random is None else (random, GeneratorStates(source))
+        self._raw = raw = iter(source)
+        if resume is not None and resume.opened is not None:
+            _skip(raw, done)
+            if resume.drawn:
+                self._ahead = list(itertools.islice(raw, 1))
             resume.random.restore()
-        return self._batches(raw, skipped > 0)
+            resume.generators_now.restore(source)
+        self.resume, self._opened, self._pass_began_at = None, opened, self.done() - done
+        return self._batches(raw, done > 0)
 
     def _batches(self, raw: Iterator[Any], begun: bool) -> Iterator[Any]:
+        if self._ahead:
+            yield self.prepare(self._ahead.pop())
+            begun = True
         while True:
             try:
                 # no name is bound to the batch: it must not live on while the next one is made
                 yield self.prepare(next(raw))
             except StopIteration:
+                self._ended = True
                 if not begun:
+                    self._opened = None
                     raise EmptyDataError(_why_empty(self.source)) from None
-                self._opened = None  # the pass is over: the run stands between two
                 return
             begun = True
 
     def position(self) -> Position:
         """Return where the run stands."""
+        if self.resume is not None:  # stopped before any pass was opened: it stands where it stood
+            between = self.resume.opened is None and self._rejoined
+            return replace(self.resume, random=RandomState()) if between else self.resume
         opened, generators = self._opened or (None, None)
         return Position(
             batches=self.done() - self._pass_began_at if self._opened else 0,
+            drawn=bool(self._opened) and (self._ended or bool(self._ahead) or self.in_work()),
             opened=opened,
             generators=generators,
             random=RandomState(),
@@ -160,10 +186,10 @@ class RunData:
         )
 
     def close(self) -> None:
-        """Let go of the present pass; worker processes that belong to it end."""
+        """Let go of the present pass: the run stands between two. Worker processes that belong to it end."""
         raw, self._raw = self._raw, None
         persistent = getattr(self.source, "persistent_workers", False)
-        self.source = self._opened = None
+        self._opened, self._ended, self._ahead = None, False, []
         shut_down = getattr(raw, "_shutdown_workers", None)
         if shut_down is not None and not persistent:
             shut_down()  # an error's traceback may keep the iterator, and its workers with it

@@ -25,19 +25,30 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ._loop import IgniteLoop, Standing
+from ._loop import NO_BATCH, IgniteLoop, Standing
 from .checkpoint import load_engine, save_engine
 from .data import HeldIterator, Position, RunData, check_data, is_factory, stated_length
 from .describe import Description
 from .display import table
 from .errors import HandlerError, LimitError, RunError, UpdateError
-from .events import Events, Handle, Registration, check_signature, event_name, find_event, replaced_by, split_events
+from .events import (
+    Events,
+    Handle,
+    Registration,
+    check_custom_event,
+    check_signature,
+    event_name,
+    find_event,
+    replaced_by,
+    split_events,
+)
 from .limits import Limits
 from .metrics import attach_metrics
 from .nested import detach
@@ -160,7 +171,9 @@ class Engine:
         self._metrics = attach_metrics(self, metrics)
 
     def _make_loop(self, step: Step) -> IgniteLoop:
-        loop = IgniteLoop(step)
+        loop = IgniteLoop(lambda engine, batch: None)
+        # checked already, and Ignite's own check does not see through every decorator
+        loop._process_function = step  # type: ignore[assignment]
         loop.owner = weakref.ref(self)
         loop.keep = detach
         loop.register_events(*(event for event in Events if event not in loop._allowed_events))
@@ -181,6 +194,7 @@ class Engine:
             optimizers,
             self._strategy,
             self._status,
+            iteration=lambda: loop.state.iteration,
             fire=loop._fire_event,
             done=loop.finish_iteration,
             current=is_current,
@@ -386,8 +400,9 @@ class Engine:
         if limits.are_reached(state.epoch, state.iteration, loop.epoch_open):
             _log.warning("engine %r is at its limit already (epoch %d, iteration %d): no step was made; reset() begins "
                          "afresh", self._name, state.epoch, state.iteration)  # fmt: skip
+            loop.ending = "completed"
             return self._state.snapshot()
-        with run_scope(self, data), self._updates.counted():
+        with run_scope(self, data, *self._in_use()), self._updates.counted():
             try:
                 self._begin(data, limits)
                 loop._internal_run()
@@ -438,6 +453,7 @@ class Engine:
             prepare=self._strategy.prepare_batch,
             state=self._state,
             done=lambda: loop.done_iteration,
+            in_work=lambda: loop.undone_batch() is not NO_BATCH,
             in_use=self._in_use(),
             record=self._status.mode == "train",
         )
@@ -446,18 +462,20 @@ class Engine:
 
     def _finish(self) -> None:
         """Keep where the run stands, and let go of everything that belonged to it."""
-        loop, status, state = self._loop, self._status, self._loop.state
-        if loop.batch_in_work and self._held is not None:
-            self._held.held.append(state.batch)
+        loop, status = self._loop, self._status
+        if loop.undone_batch() is not NO_BATCH and self._held is not None:
+            self._held.held.append(loop.undone_batch())
+        if loop.was_left_in_step():
+            self._updates.drop_gradients()
         self._position = self._present_position()
-        loop.set_standing(loop.standing())
-        if self._run_data is not None:
-            self._run_data.close()
-        self._run_data = None
-        if not loop.epoch_open:
+        if self._position is None or self._position.opened is None:
             self._held = None
+        loop.set_standing(loop.standing())
+        run_data, self._run_data = self._run_data, None
         loop.leave()
         status.is_running, status.depth, status.parent, status.update_due = False, 0, None, False
+        if run_data is not None:
+            run_data.close()  # the last thing: it may wait for worker processes, and be interrupted
 
     def _present_position(self) -> Position | None:
         if self._status.mode != "train":
@@ -526,9 +544,9 @@ class Engine:
         if not events:
             raise HandlerError("an empty list of events was given: the handler would never be called")
         table = self._loop._event_handlers
-        for old in [old for one in events for old in replaced_by(handler, table.registrations(), one)]:
+        for old in [old for one in events for old in replaced_by(handler, table.registrations(one))]:
             table.drop(old)
-            _log.warning("handler %s replaces the one that this cell attached before", handler.__qualname__)
+            _log.warning("handler %s replaces the one that this cell attached before", old.handler.__qualname__)
         entries = [Registration(handler, one) for one in events]
         for entry in entries:
             table[entry.event].append(entry)
@@ -542,26 +560,33 @@ class Engine:
         """
         table = self._loop._event_handlers
         events = [find_event(one, self._events) for one in split_events(event)]
-        for one in events:
-            found = [entry for entry in table[one] if isinstance(entry, Registration) and entry.handler == handler]
-            if not found:
+        found = {one: [entry for entry in table.registrations(one) if entry.handler == handler] for one in events}
+        for one, entries in found.items():
+            if not entries:
                 raise HandlerError(f"handler {handler!r} is not attached to {event_name(one)}")
-            for entry in found:
-                table.drop(entry)
+        for entry in chain.from_iterable(found.values()):
+            table.drop(entry)
 
     def has_event_handler(self, handler: Handler, event: Any = None) -> bool:
-        """Say whether a handler is attached, to this event or to any."""
-        names = None if event is None else {event_name(one) for one in split_events(event)}
-        return any(
-            entry.handler == handler and (names is None or event_name(entry.event) in names)
-            for entry in self._loop._event_handlers.registrations()
-        )
+        """Say whether a handler is attached, to this event, to one of a ``|`` list, or to any.
+
+        Raises:
+            EventError: this engine fires no such event.
+        """
+        table = self._loop._event_handlers
+        events = [None] if event is None else [find_event(one, self._events) for one in split_events(event)]
+        return any(entry.handler == handler for one in events for entry in table.registrations(one))
 
     def register_events(self, *events: Any) -> None:
         """Add events of your own: texts, or the members of an ``EventEnum``; ``fire_event`` fires them.
 
         Filters on them count their firings in this engine.
+
+        Raises:
+            EventError: something else.
         """
+        for event in events:
+            check_custom_event(event)
         for event in events:
             self._loop.register_events(event)
             self._events.setdefault(event_name(event), event)

@@ -17,7 +17,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from ignite.engine.events import CallableEventWithFilter
 from ignite.engine.events import EventEnum as IgniteEventEnum
@@ -36,6 +36,7 @@ __all__ = [
     "Handle",
     "HandlerTable",
     "Registration",
+    "check_custom_event",
     "check_signature",
     "event_name",
     "split_events",
@@ -56,6 +57,10 @@ class EventsList(IgniteEventsList):
         combined._events = [*self._events, *split_events(other)]
         return combined
 
+    def __ror__(self, other: Any) -> EventsList:
+        """Return a new list, also where the left one is Ignite's."""
+        return EventsList().__or__(other).__or__(self)
+
     def __repr__(self) -> str:
         """Show the events as they were written."""
         return " | ".join(map(repr, self._events))
@@ -69,6 +74,10 @@ class FilteredEvent(CallableEventWithFilter):
 
     when: When
     text: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse a second filter, which would take the place of the first."""
+        raise EventError(f"{self.text} has its filter already: write one filter, or an event_filter of your own")
 
     def __or__(self, other: Any) -> EventsList:
         """Return a new list of this event and ``other``."""
@@ -144,7 +153,8 @@ def _filtered(
     elif once is not None:
         event.when = (once,) if isinstance(once, int) else tuple(once)
     elif before is None and after is None:
-        event.when = None if every == 1 else range(every or 1, sys.maxsize, every or 1)
+        assert every is not None, "Ignite asks for one of its arguments"
+        event.when = None if every == 1 else range(0, sys.maxsize, every)
     else:
         # with a border Ignite counts `every` from the first count inside it
         event.when = range((after or 0) + 1, sys.maxsize if before is None else before, every or 1)
@@ -210,22 +220,29 @@ def split_events(event: Any) -> list[Any]:
     return list(event) if isinstance(event, IgniteEventsList) else [event]
 
 
+_RUN_LATER = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+
+
 def check_signature(function: Any, role: str) -> None:
     """Refuse a step or handler that cannot be called as ``(engine, batch)``, by looking, never by calling.
 
     Raises:
-        HandlerError: not callable, another signature, or a coroutine or generator function, which a plain call
-            would not run.
+        HandlerError: not callable, a class, another signature, or a coroutine or generator function, which a plain
+            call would not run.
     """
     if not callable(function):
         raise HandlerError(f"a {role} must be callable as {role}(engine, batch), got {function!r}")
-    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+    if isinstance(function, type):
+        raise HandlerError(f"the {role} {function.__qualname__} is a class: pass an instance, or one of its methods")
+    if any(runs_later(call) for call in (function, type(function).__call__) for runs_later in _RUN_LATER):
         raise HandlerError(
             f"{role} {function!r} is a coroutine or generator function: calling it runs nothing. "
             f"Write a plain function {role}(engine, batch)"
         )
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(function, follow_wrapped=False)
+        if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in signature.parameters.values()):
+            signature = inspect.signature(function)  # a decorator's, which passes on what it is given
     except (ValueError, TypeError):
         return  # some built-in callables have no signature to look at
     try:
@@ -255,6 +272,16 @@ class Registration(tuple[Any, tuple[Any, ...], dict[str, Any]]):
         self.when = getattr(event, "when", getattr(event, "filter", None))
         self.seen = set()  # counts a `once` filter has fired at
         return self
+
+    def with_handler(self, handler: Call) -> Registration:
+        """Return the same registration, filter and all, of what an Ignite component puts in the handler's place."""
+        other = Registration(handler, self.event)
+        other.seen = self.seen
+        return other
+
+    def is_same(self, other: Any) -> bool:
+        """Say whether ``other`` is this registration, whatever has been put in the handler's place since."""
+        return isinstance(other, Registration) and other.seen is self.seen
 
     @property
     def handler(self) -> Call:
@@ -286,6 +313,14 @@ class Handlers(list[Any]):
     filters: tuple[Registration | None, ...] | None = None
     quiet_from: int = 0
     quiet_until: int = 0
+
+    def __setitem__(self, index: Any, entry: Any) -> None:
+        """Put an entry in the place of another, as Ignite's profilers do to measure a handler."""
+        self.calls = None
+        old = None if isinstance(index, slice) else self[index]
+        if isinstance(old, Registration) and not isinstance(entry, Registration):
+            entry = old.with_handler(entry[0])
+        super().__setitem__(index, entry)
 
     def compile(self) -> tuple[Call, ...]:
         """Turn the entries into plain calls; done at the first firing after a change."""
@@ -330,8 +365,8 @@ def _changing(name: str) -> Any:
     return method
 
 
-for _name in ("append", "extend", "insert", "remove", "pop", "clear", "reverse", "sort", "__setitem__", "__delitem__",
-              "__iadd__", "__imul__"):  # fmt: skip
+for _name in ("append", "extend", "insert", "remove", "pop", "clear", "reverse", "sort", "__delitem__", "__iadd__",
+              "__imul__"):  # fmt: skip
     setattr(Handlers, _name, _changing(_name))
 del _name
 
@@ -373,14 +408,14 @@ class HandlerTable(defaultdict[Any, Handlers]):
         return self[event]
 
     def __setitem__(self, event: Any, entries: Iterable[Any]) -> None:
-        """Put a new list in place, as Ignite does when it removes a handler."""
-        handlers = entries if isinstance(entries, Handlers) else Handlers(entries)
+        """Put a new list in place, as Ignite does when it removes a handler; what was ours in it stays ours."""
+        handlers = entries if isinstance(entries, Handlers) else Handlers(_ours_again(entries, self.get(event, ())))
         super().__setitem__(event, handlers)
         self.by_name[event_name(event)] = handlers
 
-    def registrations(self) -> Iterator[Registration]:
-        """Yield every handler of ours, event by event."""
-        for handlers in self.values():
+    def registrations(self, event: Any = None) -> Iterator[Registration]:
+        """Yield every handler of ours on this event, or on any, event by event."""
+        for handlers in self.values() if event is None else (self.get(event, ()),):
             for entry in handlers:
                 if isinstance(entry, Registration):
                     yield entry
@@ -388,7 +423,7 @@ class HandlerTable(defaultdict[Any, Handlers]):
     def drop(self, entry: Registration) -> bool:
         """Take one registration out; say whether it was there."""
         handlers = self[entry.event]
-        kept = [other for other in handlers if other is not entry]
+        kept = [other for other in handlers if not entry.is_same(other)]
         found = len(kept) < len(handlers)
         if found:
             handlers[:] = kept
@@ -400,6 +435,16 @@ class HandlerTable(defaultdict[Any, Handlers]):
             entry.seen.clear()
         for handlers in self.values():
             handlers.calls = None
+
+
+def _ours_again(entries: Iterable[Any], earlier: Iterable[Any]) -> Iterator[Any]:
+    """Yield entries, those that Ignite has made of our registrations, as triples of its own, as what they were."""
+    ours = [entry for entry in earlier if isinstance(entry, Registration)]
+    for entry in entries:
+        found = next((one for one in ours if one == entry), None)
+        if found is not None:
+            ours.remove(found)
+        yield found or entry
 
 
 _H = TypeVar("_H", bound="Handle")
@@ -442,32 +487,44 @@ def find_event(event: Any, registered: dict[str, Any]) -> Any:
         raise EventError(f"an event was wanted, such as Events.EPOCH_COMPLETED, got {event!r}")
     name = event_name(event)
     if name not in registered:
-        known = [*registered, *(getattr(e, "value", e) for e in registered.values())]
         raise EventError(
-            f"this engine fires no event {name!r}{suggestion(name, known)} Events of your own are registered "
+            f"this engine fires no event {name!r}{suggestion(name, registered)} Events of your own are registered "
             f"first: engine.register_events({name!r}). It fires: {', '.join(registered)}"
         )
     return registered[name] if isinstance(event, str) else event
 
 
-def replaced_by(handler: Any, entries: Iterable[Registration], event: Any) -> list[Registration]:
-    """Return the registrations that a re-run notebook cell means to replace by ``handler``.
+def check_custom_event(event: Any) -> None:
+    """Refuse what cannot be registered as an event.
 
-    They are those of the same qualified name in ``__main__`` on the same event whose code object is another one:
-    closures made in one loop share theirs and are all kept, and so are two functions of one name in one cell.
+    Raises:
+        EventError: neither a text nor a member of an ``EventEnum``.
+    """
+    if not isinstance(event, str | IgniteEventEnum):
+        raise EventError(f"register_events takes texts and members of an EventEnum, such as *MyEvents, got {event!r}")
+
+
+def replaced_by(handler: Any, entries: Iterable[Registration]) -> list[Registration]:
+    """Return those of an event's registrations that a re-run notebook cell means to replace by ``handler``.
+
+    They are those of the same qualified name in ``__main__`` whose code object is another one: closures made in one
+    loop share theirs and are all kept, and so are two functions of one name in one cell. Lambdas share their name, so
+    of them only the very same one is replaced.
     """
     code = _main_code(handler)
     if code is None:
         return []
     name = handler.__qualname__
-    lambdas = name.endswith("<lambda>")
+    is_lambda = name.endswith("<lambda>")
 
     def is_earlier(entry: Registration) -> bool:
         other = _main_code(entry.handler)
-        if other is None or other is code or entry.handler.__qualname__ != name or entry.event != event:
+        if other is None or other is code or entry.handler.__qualname__ != name:
             return False
-        same_place = (other.co_filename, other.co_firstlineno) == (code.co_filename, code.co_firstlineno)
-        return same_place or (not lambdas and other.co_filename != code.co_filename)
+        same_cell = other.co_filename == code.co_filename
+        if is_lambda:
+            return same_cell and bool(other == code)
+        return not same_cell or bool(other.co_firstlineno == code.co_firstlineno)
 
     return [entry for entry in entries if is_earlier(entry)]
 
@@ -475,4 +532,4 @@ def replaced_by(handler: Any, entries: Iterable[Registration], event: Any) -> li
 def _main_code(handler: Any) -> Any:
     if getattr(handler, "__module__", None) != "__main__" or not hasattr(handler, "__qualname__"):
         return None
-    return getattr(handler, "__code__", None)
+    return getattr(inspect.unwrap(handler), "__code__", None)  # a decorator's own code is the same for all it decorates

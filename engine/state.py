@@ -7,6 +7,7 @@ fields be written; the *snapshot*, a frozen and picklable copy; and *records*, t
 from __future__ import annotations
 
 import copy
+import keyword
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Number
@@ -251,9 +252,9 @@ class StateView:
         raise StateError(_unknown(name, declared))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Write a declared field."""
+        """Write a declared field. Tensors in it are detached: a graph would keep a whole iteration alive."""
         if name in self._declared:
-            self._declared[name] = value
+            self._declared[name] = _without_graph(value)
         else:
             _refuse_write(name, self._declared)
 
@@ -268,7 +269,7 @@ class StateView:
     def snapshot(self) -> StateSnapshot:
         """Return a frozen copy that later iterations do not change. Does not wait for the device."""
         values = {name: _frozen(name, getattr(self, name)) for name in FIELDS}
-        values |= {name: _copied(value) for name, value in self._declared.items()}
+        values |= {name: _copied(name, value) for name, value in self._declared.items()}
         return StateSnapshot(values)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateSnapshot:
@@ -350,11 +351,11 @@ def check_declared(fields: Any) -> dict[str, Any]:
         raise StateError(f'state= takes the fields you declare and their first values, {{"best": 0.0}}, got {fields!r}')
     taken = set(dir(StateView)) | set(FIELDS)
     for name in fields:
-        if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
+        if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
             raise StateError(f"a declared field needs a plain name such as 'best', got {name!r}")
         if name in taken or hasattr(StateView, name) or name == "snapshot":
             raise StateError(f"state field {name!r} cannot be declared: engine.state.{name} exists already")
-    return {name: _copied(value) for name, value in fields.items()}
+    return {name: _copied(name, value) for name, value in fields.items()}
 
 
 def _unknown(name: str, declared: Mapping[str, Any], owner: str = "engine.state") -> str:
@@ -375,19 +376,30 @@ def _refuse_write(name: str, declared: Mapping[str, Any]) -> NoReturn:
     raise StateError(_unknown(name, declared))
 
 
-def _copied(value: Any) -> Any:
+def _without_graph(value: Any) -> Any:
+    return map_nested(value, lambda tensor: tensor if tensor.is_leaf else tensor.detach())
+
+
+def _copied(name: str, value: Any) -> Any:
     try:
-        return copy.deepcopy(value)
+        return copy.deepcopy(_without_graph(value))
     except Exception as error:
         raise StateError(
-            f"a declared state field must be copyable data, but copying this {type(value).__name__} failed "
+            f"the declared field {name!r} must be copyable data, but copying this {type(value).__name__} failed "
             f"({type(error).__name__}: {error}): keep it in a variable of your own"
         ) from error
 
 
+def _copied_output(value: Any) -> Any:
+    try:
+        return copy.deepcopy(_without_graph(value))
+    except Exception:  # a step may return what is no data: such an output is shown as it is, but for its tensors
+        return map_nested(value, lambda tensor: tensor.detach().clone())
+
+
 def _frozen(name: str, value: Any) -> Any:
     if name == "output":
-        return map_nested(value, lambda tensor: tensor.detach().clone())
+        return _copied_output(value)
     if name == "exception":
         return None if value is None else f"{type(value).__name__}: {value}"
     if isinstance(value, MappingProxyType):

@@ -18,6 +18,7 @@ from .errors import UpdateError, suggestion
 from .events import Events
 from .state import RunStatus
 from .strategies import Strategy
+from .strategies.base import modules_of
 
 __all__ = ["OptimizerFactory", "Optimizers", "Updates", "build_optimizers"]
 
@@ -33,6 +34,7 @@ class Updates:
         optimizers: by name.
         strategy: does the arithmetic.
         status: where the counts are kept.
+        iteration: says which iteration is in work.
         fire: fires an event of the engine.
         done: tells the loop that this iteration has changed the weights and cannot be repeated.
         current: whether the engine is the innermost one running; only then a step of a shared optimizer is its own.
@@ -44,6 +46,7 @@ class Updates:
         strategy: Strategy,
         status: RunStatus,
         *,
+        iteration: Callable[[], int],
         fire: Callable[[Events], None],
         done: Callable[[], None],
         current: Callable[[], bool],
@@ -51,9 +54,11 @@ class Updates:
         self._optimizers = dict(optimizers)
         self._strategy = strategy
         self._status = status
+        self._iteration = iteration
         self._fire = fire
         self._done = done
         self._current = current
+        self._backward_in = 0  # the last iteration that called backward
         self._stepping = False  # inside update(), which fires the events itself
         status.updates_by_optimizer = dict.fromkeys(self._optimizers, 0)
 
@@ -71,6 +76,7 @@ class Updates:
                 "the loss carries no graph, so no gradient can come of it: it was detached, made under no_grad, or "
                 "does not depend on the model"
             )
+        self._backward_in = self._iteration()
         self._strategy.backward(loss)
         self._fire(Events.BACKWARD_COMPLETED)
 
@@ -90,6 +96,12 @@ class Updates:
         if updated:
             self._fire(Events.UPDATE_COMPLETED)
         return updated
+
+    def drop_gradients(self) -> None:
+        """Drop what ``backward`` has added in an iteration whose step did not return: its update will never come."""
+        if self._backward_in == self._iteration():
+            for optimizer in self._optimizers.values():
+                optimizer.zero_grad(set_to_none=True)
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -165,6 +177,8 @@ def _build_one(given: Any, model: Any, name: str) -> Optimizer:
     if isinstance(given, Optimizer):
         optimizer = given
     elif callable(given):
+        if not parameters:
+            raise UpdateError(f"the factory of optimizer {name!r} would get nothing to train: no parameters are there")
         optimizer = given(parameters)
         if not isinstance(optimizer, Optimizer):
             raise UpdateError(f"the factory of optimizer {name!r} must return a torch optimizer, got {optimizer!r}")
@@ -183,9 +197,8 @@ def _build_one(given: Any, model: Any, name: str) -> Optimizer:
 
 
 def _parameters(model: Any) -> list[torch.nn.Parameter]:
-    modules: list[nn.Module] = list(model.values()) if isinstance(model, Mapping) else [model] if model else []
     seen: dict[int, nn.Parameter] = {}
-    for module in modules:
+    for module in modules_of(model):
         for parameter in module.parameters():
             seen[id(parameter)] = parameter
     return list(seen.values())
