@@ -26,7 +26,8 @@ from ignite.engine.engine import _EngineTerminateException, _EngineTerminateSing
 
 from .data import EmptyDataError
 from .errors import RunError, suggestion
-from .events import Call, Events, HandlerTable, Registration, event_name, resolve
+from .events import Events, event_name
+from .table import Call, HandlerTable, Registration, resolve
 
 __all__ = ["NO_BATCH", "IgniteLoop", "Source", "Standing"]
 
@@ -228,6 +229,8 @@ class IgniteLoop(IgniteEngine):
                 self.ending = "completed"
             except _EngineTerminateException:
                 self.ending = "terminated"
+            # outside of the except blocks: what ends the loop is no context of an error in a handler
+            if self.ending == "terminated":
                 self._fire_event(Events.TERMINATE)
             state.times[completed] = time.time() - self._started
             if self.should_terminate != "skip_completed":
@@ -272,10 +275,7 @@ class IgniteLoop(IgniteEngine):
             first = False
             self.in_epoch = True
             try:
-                ended = yield from self._batches()
-            except _EngineTerminateSingleEpochException:
-                self._abandon_epoch()
-                ended = True
+                ended = yield from self._epoch()
             finally:
                 self.in_epoch = False
             if not ended:
@@ -290,8 +290,17 @@ class IgniteLoop(IgniteEngine):
             self.should_terminate_single_epoch = False
             yield from self._obey()
 
-    def _batches(self) -> Generator[Any, None, bool]:
+    def _epoch(self) -> Generator[Any, None, bool]:
         """Go through one epoch, or what is left of it; return whether it has come to its end."""
+        try:
+            return (yield from self._batches())
+        except _EngineTerminateSingleEpochException:
+            pass
+        self._abandon_epoch()
+        return True
+
+    def _batches(self) -> Generator[Any, None, bool]:
+        """Go through the batches of one epoch; return whether these were all."""
         state, fire, limit, keep = self.state, self._fire_event, self.epoch_limit, self.keep
         step, engine = self._process_function, self if self.owner is None else self.owner()
         has_data = state.dataloader is not None
@@ -306,9 +315,8 @@ class IgniteLoop(IgniteEngine):
                 fire(Events.GET_BATCH_STARTED)
                 if self.asked:
                     yield from self._obey()
-            try:
-                self.batch_in_work = next(self._dataloader_iter)  # type: ignore[arg-type]
-            except StopIteration:
+            self.batch_in_work = next(self._dataloader_iter, NO_BATCH)  # type: ignore[arg-type]
+            if self.batch_in_work is NO_BATCH:
                 if restarted:
                     self._warn_of_dry_data()
                     return state.max_epochs is not None
@@ -478,13 +486,16 @@ def _without_stop_iteration(error: BaseException) -> BaseException:
 def _chain(first: BaseException, later: BaseException) -> None:
     """Append ``later`` to the errors that ``first`` is shown with."""
     shown = _shown_with(first)
-    if any(later is error for error in shown):
+    known = {id(error) for error in shown}
+    if id(later) in known:
         return
     for error in _shown_with(later):
-        # the later error was raised while the first was being handled: what links back to it would make a ring
-        if any(error.__context__ is other for other in shown):
+        if id(error) in known:
+            break
+        # it was raised while the first was being handled: what links back to that would make a ring
+        if id(error.__context__) in known:
             error.__context__ = None
-        if any(error.__cause__ is other for other in shown):
+        if id(error.__cause__) in known:
             error.__cause__ = None
     shown[-1].__context__ = later
     shown[-1].__suppress_context__ = False

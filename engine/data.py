@@ -11,6 +11,7 @@ the end of the data, is drawn again before the present random state is put back.
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -115,7 +116,7 @@ class RunData:
         self.resume: Position | None = None
         self._pass_began_at = 0
         self._opened: tuple[RandomState, GeneratorStates] | None = None
-        self._raw: Iterator[Any] | None = None
+        self.raw: Iterator[Any] | None = None  # the present pass itself
         self._ahead: list[Any] = []  # what was drawn for a pass that is taken up again, and has not been handed out
         self._ended = False
         self._rejoined = False
@@ -144,7 +145,9 @@ class RunData:
         if resume is not None:
             (resume.generators or resume.generators_now).restore(source)
         opened = None if random is None else (random, GeneratorStates(source))
-        self._raw = raw = iter(source)
+        raw = iter(source)
+        _refuse_consumed(raw, self.in_use)
+        self.raw = raw
         if resume is not None and resume.opened is not None:
             _skip(raw, done)
             if resume.drawn:
@@ -182,12 +185,12 @@ class RunData:
             opened=opened,
             generators=generators,
             random=RandomState(),
-            generators_now=GeneratorStates(self.source),
+            generators_now=GeneratorStates(self.data if self.source is None else self.source),
         )
 
     def close(self) -> None:
         """Let go of the present pass: the run stands between two. Worker processes that belong to it end."""
-        raw, self._raw = self._raw, None
+        raw, self.raw = self.raw, None
         persistent = getattr(self.source, "persistent_workers", False)
         self._opened, self._ended, self._ahead = None, False, []
         shut_down = getattr(raw, "_shutdown_workers", None)
@@ -203,14 +206,33 @@ class HeldIterator:
         self.iterator = iterator
         self.held: list[Any] = []
         self.continued = False  # stands where the stopped run left it, so nothing is to be skipped
+        self._ended_by = ""  # the text of an error: the error itself would keep its frames, and what they hold, alive
 
     def __iter__(self) -> Iterator[Any]:
         """Return itself: there is only one pass."""
         return self
 
     def __next__(self) -> Any:
-        """Return the batch that was held back, or the next one."""
-        return self.held.pop() if self.held else next(self.iterator)
+        """Return the batch that was held back, or the next one.
+
+        Raises:
+            DataError: a generator that an error has ended, which would pass for the end of the data.
+        """
+        if self.held:
+            return self.held.pop()
+        try:
+            return next(self.iterator)
+        except StopIteration:
+            if not self._ended_by:
+                raise
+            raise DataError(
+                f"this generator was ended by {self._ended_by} and gives no more batches: go on with a new one, or "
+                "with data that can be iterated again"
+            ) from None
+        except BaseException as error:
+            if inspect.isgenerator(self.iterator):
+                self._ended_by = repr(error)
+            raise
 
 
 def is_factory(data: Any) -> bool:
@@ -228,13 +250,18 @@ def check_data(data: Any, in_use: tuple[Any, ...] = ()) -> None:
         raise DataError(
             f"data must be an iterable of batches or a callable state -> iterable, got {type(data).__name__}: {data!r}"
         )
-    if isinstance(data, Iterator) and any(data is other for other in in_use):
+    if isinstance(data, Iterator):
+        _refuse_consumed(data, in_use)
+    if stated_length(data) == 0:
+        raise EmptyDataError(_why_empty(data))
+
+
+def _refuse_consumed(iterator: Iterator[Any], in_use: tuple[Any, ...]) -> None:
+    if any(iterator is other for other in in_use):
         raise DataError(
             "this iterator is being consumed by the run around this one, which would miss the batches: give the inner "
             "run data of its own, or data that can be iterated again (a DataLoader, a list)"
         )
-    if stated_length(data) == 0:
-        raise EmptyDataError(_why_empty(data))
 
 
 def stated_length(data: Any) -> int | None:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from .display import table
-from .events import FIRING_ORDER, HandlerTable, Registration
+from .events import FIRING_ORDER
+from .table import HandlerTable, Registration
 
 __all__ = ["Description"]
 

@@ -33,29 +33,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ._loop import NO_BATCH, IgniteLoop, Standing
+from .attaching import check_signature, replaced_by
 from .checkpoint import load_engine, save_engine
 from .data import HeldIterator, Position, RunData, check_data, is_factory, stated_length
 from .describe import Description
 from .display import table
 from .errors import HandlerError, LimitError, RunError, UpdateError
-from .events import (
-    Events,
-    Handle,
-    Registration,
-    check_custom_event,
-    check_signature,
-    event_name,
-    find_event,
-    replaced_by,
-    split_events,
-)
+from .events import Events, check_custom_event, event_name, find_event, split_events
 from .limits import Limits
 from .metrics import attach_metrics
 from .nested import detach
-from .nesting import active, refuse_reentry, run_scope
-from .state import Announcements, MetricsView, Record, RunStatus, StateSnapshot, StateView, check_declared, check_record
+from .nesting import active, as_found_again, refuse_reentry, run_scope
+from .records import Announcements, MetricsView, Record, check_record
+from .state import RunStatus, StateSnapshot, StateView, check_declared
 from .strategies import Strategy, resolve
 from .strategies.wrapping import check_model
+from .table import Handle, Registration
 from .updates import Updates, build_optimizers
 
 __all__ = ["Engine", "Handler", "Step"]
@@ -280,7 +273,7 @@ class Engine:
         loop, status = self._loop, self._status
         loop.state.metrics.update(kept)
         record = Record(MetricsView(kept), loop.state.epoch, loop.state.iteration, status.updates)
-        self._announcements.announce(record, status, lambda: loop._fire_event(Events.METRICS_RECORDED))
+        self._announcements.announce(record, status.see, lambda: loop._fire_event(Events.METRICS_RECORDED))
 
     def terminate(self, skip_completed: bool = False) -> None:
         """Stop the run after the event, or the step's iteration, that asks for it; the next ``run`` goes on from there.
@@ -420,7 +413,7 @@ class Engine:
     def _in_use(self) -> tuple[Any, ...]:
         """Return what the runs around this one are iterating."""
         runs = [engine._run_data for engine in active() if engine is not self and engine._run_data is not None]
-        parts = [part for run in runs for part in (run.data, run.source)]
+        parts = [part for run in runs for part in (run.data, run.source, run.raw)]
         return (*parts, *(part.iterator for part in parts if isinstance(part, HeldIterator)))
 
     def _begin(self, data: Any, limits: Limits) -> None:
@@ -482,7 +475,8 @@ class Engine:
             return None
         if not self._status.is_running:
             return self._position
-        return Position.between_passes() if self._run_data is None else self._run_data.position()
+        with as_found_again(self):
+            return Position.between_passes() if self._run_data is None else self._run_data.position()
 
     def _start_afresh(self) -> None:
         loop, status = self._loop, self._status

@@ -10,7 +10,7 @@ from torch import nn
 
 from .errors import HandlerError
 from .events import Events
-from .state import is_recordable
+from .records import is_recordable
 
 __all__ = ["attach_metrics"]
 

@@ -23,9 +23,25 @@ from .rng import GeneratorStates, RandomState
 from .state import StateView
 from .strategies.ambient import fresh_modes
 
-__all__ = ["Running", "active", "refuse_reentry", "run_scope"]
+__all__ = ["Running", "active", "as_found_again", "refuse_reentry", "run_scope"]
 
 _active: ContextVar[tuple[Any, ...]] = ContextVar("pellucid_active", default=())
+
+
+class _Randomness:
+    """All that is random at one moment: the global state, and that of the data's own generators."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+        self.random = RandomState()
+        self.generators = GeneratorStates(data)
+
+    def put_back(self) -> None:
+        self.random.restore()
+        self.generators.put_back()
+
+
+_left: ContextVar[tuple[_Randomness, ...]] = ContextVar("pellucid_left", default=())  # by the runs around another
 
 
 class Running(Protocol):
@@ -103,8 +119,9 @@ def run_scope(engine: Running, *data: Any) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(_active.reset, _active.set((*outer, engine)))
         if outer:
-            stack.callback(GeneratorStates(data).restore, data)
-            stack.callback(RandomState().restore)
+            randomness = _Randomness(data)
+            stack.callback(_left.reset, _left.set((*_left.get(), randomness)))
+            stack.callback(randomness.put_back)
         stack.callback(_restore_flags, _flags((*around, *own)))
         if outer:
             stack.callback(_restore_gradients, _take_gradients((*around, *own)))
@@ -112,6 +129,22 @@ def run_scope(engine: Running, *data: Any) -> Iterator[None]:
         stack.enter_context(fresh_modes(train) if outer else _outermost_modes(train))
         _set_flags(engine.modules, train)
         yield
+
+
+@contextmanager
+def as_found_again(engine: Running) -> Iterator[None]:
+    """Let a running engine be saved with the random state that it will find again when the runs inside have ended."""
+    places = [place for place, running in enumerate(active()) if running is engine]
+    left = _left.get()[places[0] :] if places else ()
+    if not left:
+        yield
+        return
+    now = _Randomness(left[0].data)
+    left[0].put_back()
+    try:
+        yield
+    finally:
+        now.put_back()
 
 
 def _outermost_modes(train: bool) -> Any:

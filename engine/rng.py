@@ -83,11 +83,17 @@ class GeneratorStates:
     """The states of the generators that a data source keeps: its own, its sampler's, its data set's."""
 
     def __init__(self, data: Any) -> None:
-        """Capture the states as they are now; generators are found again by their place, in order."""
-        self.states = [_get_state(generator) for generator in find_generators(data)]
+        """Capture the states as they are now."""
+        self._generators = find_generators(data)
+        self.states = [_get_state(generator) for generator in self._generators]
+
+    def put_back(self) -> None:
+        """Put the states back into the very generators they were taken from."""
+        for generator, state in zip(self._generators, self.states, strict=True):
+            _set_state(generator, state)
 
     def restore(self, data: Any) -> None:
-        """Put the states back into ``data`` or data built the same way; data with other generators is left alone."""
+        """Put the states into data built the same way, by place; data with other generators is left alone."""
         generators = find_generators(data)
         if [_kind(_get_state(generator)) for generator in generators] == [_kind(state) for state in self.states]:
             for generator, state in zip(generators, self.states, strict=True):
@@ -100,7 +106,7 @@ class GeneratorStates:
     @classmethod
     def from_state_dict(cls, states: list[Any]) -> GeneratorStates:
         """Return what ``state_dict`` was made of."""
-        self = cls.__new__(cls)
+        self = cls(None)
         self.states = [_from_plain(state) for state in states]
         return self
 
@@ -111,7 +117,9 @@ def find_generators(data: Any) -> list[Any]:
     Looks into the loaders, samplers, data sets and transforms it is made of, wherever they keep one: in an attribute, a
     short list, a function's closure. Not into what a function takes from its module.
     """
-    found, seen, left = [], {}, [data]
+    found: list[Any] = []
+    seen: dict[int, Any] = {}
+    left = [data]
     while left and len(seen) < _MOST_PARTS:
         value = left.pop()
         if isinstance(value, _LEAVES) or id(value) in seen:

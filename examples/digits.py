@@ -10,6 +10,7 @@ on images that were never looked at before, and the output folder gets the learn
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def make_engines(device: str | None) -> tuple[Engine, Engine]:
         optimizer=torch.optim.AdamW(model.parameters(), lr=2e-3),
         strategy=SingleDevice(device),
         metrics={"train/loss": Average(lambda output: output["loss"])},
-        state={"best": 0.0, "best_epoch": 0},
+        state={"best": math.inf, "best_epoch": 0},
         name="train",
     )
     metrics = {"loss": Loss(F.cross_entropy), "accuracy": Accuracy()}
@@ -94,15 +95,15 @@ def main() -> None:
     trainer, evaluator = make_engines(args.device)
 
     Validate(evaluator, loaders["val"], every=Events.EPOCH_COMPLETED, prefix="val/").attach(trainer)
-    EarlyStopping("val/accuracy", mode="max", patience=6).attach(trainer)
+    EarlyStopping("val/loss", mode="min", patience=5).attach(trainer)
     history = History().attach(trainer)
     ProgressBar().attach(trainer)
 
     @trainer.on(Events.EPOCH_COMPLETED)
     def keep_the_best(engine: Engine, batch: Any) -> None:
-        accuracy = engine.state.metrics["val/accuracy"]
-        if accuracy > engine.state.best:
-            engine.state.best, engine.state.best_epoch = accuracy, engine.state.epoch
+        loss = engine.state.metrics["val/loss"]
+        if loss < engine.state.best:
+            engine.state.best, engine.state.best_epoch = loss, engine.state.epoch
             # with these three a later run goes on from here, to the bit
             parts = {"model": engine.model, "optimizer": engine.optimizer, "engine": engine}
             torch.save({name: part.state_dict() for name, part in parts.items()}, args.output / "best.pt")

@@ -299,6 +299,25 @@ def test_the_events_of_an_update_and_of_a_record_count_too():
     assert len(seen) == 4
 
 
+def test_the_events_that_bring_arguments_to_ignites_handlers_count_and_call_ours_like_all_others():
+    def step(engine, batch):
+        if batch == "bad":
+            raise RuntimeError("of the user")
+        engine.terminate_epoch()
+
+    engine, seen = Engine(step), []
+    for event in (Events.TERMINATE_SINGLE_EPOCH, Events.EXCEPTION_RAISED):
+        engine.add_event_handler(event(every=2), lambda engine, batch: seen.append((engine.state.iteration, batch)))
+        engine.ignite.add_event_handler(event, lambda engine, *given, **named: seen.append((*given, *named.values())))
+    error = RuntimeError
+    engine.run(["a"], max_epochs=3)
+    for _ in range(2):
+        with pytest.raises(error, match="of the user"):
+            engine.run(["bad"], max_epochs=4)
+    names = [tuple(type(one).__name__ for one in firing) for firing in seen]
+    assert names == [("int",), ("int", "str"), ("int",), ("int",), ("RuntimeError",), ("int", "str"), ("RuntimeError",)]
+
+
 # ---------------------------------------------------------------- attaching and taking off
 
 
@@ -618,6 +637,25 @@ def test_handlers_of_both_kinds_are_called_in_the_order_of_attaching():
     engine.add_event_handler(IgniteEvents.STARTED, lambda engine, batch: seen.append("ours again"))
     engine.run([0])
     assert seen == ["ours", "ignite's", "ours again"]
+
+
+def test_taking_an_ignite_handler_off_leaves_ours_as_they_were():
+    engine, seen, counter = Engine(lambda engine, batch: batch), [], Counter()
+    event = Events.ITERATION_COMPLETED
+    for filtered in (event(every=2), event, event(once=1)):
+        engine.add_event_handler(filtered, counter.count)
+    handle = engine.add_event_handler(event(every=3), lambda engine, batch: seen.append(batch))
+    average = ignite.metrics.Average()
+    average.attach(engine.ignite, "average")
+    with engine.ignite.add_event_handler(event, lambda: None):
+        pass
+    average.detach(engine.ignite)
+    engine.run(range(4))
+    assert (counter.calls, seen) == (2 + 4 + 1, [2])
+    handle.remove()
+    engine.run(range(4), max_epochs=2)
+    assert seen == [2]
+    assert engine.has_event_handler(counter.count, event)
 
 
 def test_running_averages_are_readable_as_metrics():

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ from pellucid.engine import Engine, Events
 
 SAMPLES, BATCH = 14, 3  # five batches an epoch, the last one smaller
 STEP_PLACES = ("before the forward", "after the forward", "after the backward", "after the update")
-Place = Events | str
+Place = Any  # an event, filtered or not, or a place in the step
 Action = Callable[["Training", Engine], None]
 
 
@@ -124,11 +125,9 @@ WORKER_LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
 
 
 def make_net() -> nn.Sequential:
-    net = nn.Sequential(
-        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
-    )
-    net[5].eval()
-    return net
+    first = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3))
+    frozen = nn.BatchNorm1d(8).eval()
+    return nn.Sequential(first, nn.Linear(8, 8), frozen, nn.Linear(8, 3))
 
 
 momentum = partial(SGD, lr=0.1, momentum=0.9)
@@ -268,13 +267,11 @@ class Look:
     def __call__(self, training: Training, outer: Engine) -> None:
         inner = self._engine(training, outer)
         for place, look in self.inside:
-            if isinstance(place, Events):
+            if place not in STEP_PLACES:
                 inner.add_event_handler(place, lambda engine, batch, look=look: look(training, engine))
         inner.add_event_handler(Events.ITERATION_COMPLETED, self._end)
-        try:
-            inner.run(DATA[self.data](training), max_epochs=1)
-        except (Boom, KeyboardInterrupt):
-            pass
+        with suppress(Boom, KeyboardInterrupt):
+            inner.run(DATA[self.data](training))
         assert inner.state.stop_reason == ENDINGS[self.ends]
 
     def _engine(self, training: Training, outer: Engine) -> Engine:
