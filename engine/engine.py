@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -32,18 +32,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ._loop import NO_BATCH, IgniteLoop, Standing
+from ._loop import IgniteLoop
 from .attaching import check_signature, replaced_by
 from .checkpoint import load_engine, save_engine
-from .data import HeldIterator, Position, RunData, check_data, is_factory, stated_length
+from .course import Course, in_use_around
 from .describe import Description
 from .display import table
-from .errors import HandlerError, LimitError, RunError, UpdateError
+from .errors import HandlerError, RunError, UpdateError
 from .events import Events, check_custom_event, event_name, find_event, split_events
 from .limits import Limits
 from .metrics import attach_metrics
 from .nested import detach
-from .nesting import active, as_found_again, refuse_reentry, run_scope
+from .nesting import active, refuse_reentry, run_scope
 from .records import Announcements, MetricsView, Record, check_record
 from .state import RunStatus, StateSnapshot, StateView, check_declared
 from .strategies import Strategy, resolve
@@ -105,21 +105,17 @@ class Engine:
     __slots__ = (
         "__weakref__",
         "_announcements",
+        "_course",
         "_declared",
         "_events",
         "_first_values",
-        "_held",
-        "_limits",
         "_loop",
         "_metrics",
         "_model",
         "_name",
         "_optimizer",
-        "_position",
-        "_run_data",
         "_state",
         "_status",
-        "_step",
         "_strategy",
         "_updates",
     )
@@ -144,7 +140,6 @@ class Engine:
         check_model(model)
         self._first_values = check_declared(state)
         self._declared = check_declared(state)
-        self._step = step
         self._model = model
         self._name = name or mode
         self._strategy = resolve(strategy, model)
@@ -156,10 +151,7 @@ class Engine:
         self._state = StateView(self._loop, self._status, self._declared)
         self._updates = self._make_updates(optimizers)
         self._events: dict[str, Any] = {event.name: event for event in Events}
-        self._limits = Limits()
-        self._position: Position | None = None
-        self._held: HeldIterator | None = None
-        self._run_data: RunData | None = None
+        self._course = Course(self._loop, self._status, self._updates, self._strategy.prepare_batch)
         self._announcements = Announcements()
         self._metrics = attach_metrics(self, metrics)
 
@@ -382,112 +374,22 @@ class Engine:
             RunError: the engine is running already.
         """
         refuse_reentry(self)
-        limits = Limits.asked(max_epochs, max_iters, epoch_length)
-        train = self._status.mode == "train"
-        limits = limits.over(self._limits if train else Limits())
-        self._check_data(data, limits)
-        if not train:
-            self._start_afresh()
-        state, loop = self._loop.state, self._loop
-        limits.check_reachable(state.epoch, state.iteration, state.epoch_iteration if loop.epoch_open else 0)
-        if limits.are_reached(state.epoch, state.iteration, loop.epoch_open):
-            _log.warning("engine %r is at its limit already (epoch %d, iteration %d): no step was made; reset() begins "
-                         "afresh", self._name, state.epoch, state.iteration)  # fmt: skip
-            loop.ending = "completed"
+        course = self._course
+        if not course.plan(Limits.asked(max_epochs, max_iters, epoch_length), data):
+            _log.warning(
+                "engine %r is at its limit already (epoch %d, iteration %d): no step was made; reset() begins afresh",
+                self._name,
+                self._state.epoch,
+                self._state.iteration,
+            )
             return self._state.snapshot()
-        with run_scope(self, data, *self._in_use()), self._updates.counted():
+        with run_scope(self, data, *in_use_around(course)), self._updates.counted():
             try:
-                self._begin(data, limits)
-                loop._internal_run()
+                course.begin(self, data)
+                self._loop._internal_run()
             finally:
-                self._finish()
+                course.finish(self)
         return self._state.snapshot()
-
-    def _check_data(self, data: Any, limits: Limits) -> None:
-        if data is None:
-            if limits.epoch_length is None:
-                raise LimitError("run() needs data, or epoch_length for a step that needs none")
-        elif not is_factory(data):
-            check_data(data, self._in_use())
-
-    def _in_use(self) -> tuple[Any, ...]:
-        """Return what the runs around this one are iterating."""
-        runs = [engine._run_data for engine in active() if engine is not self and engine._run_data is not None]
-        parts = [part for run in runs for part in (run.data, run.source, run.raw)]
-        return (*parts, *(part.iterator for part in parts if isinstance(part, HeldIterator)))
-
-    def _begin(self, data: Any, limits: Limits) -> None:
-        loop, status, state = self._loop, self._status, self._loop.state
-        outer = [engine for engine in active() if engine is not self]
-        status.is_running, status.depth = True, len(outer)
-        status.update_due = status.mode == "train"
-        status.parent = outer[-1].state if outer else None
-        self._limits = limits
-        state.max_epochs, state.max_iters = limits.max_epochs, limits.max_iters
-        loop.epoch_limit = limits.epoch_length
-        state.epoch_length = limits.epoch_length or stated_length(data)
-        state.dataloader = data
-        loop._init_iter = state.epoch_iteration if loop.epoch_open else 0
-        if data is not None:
-            self._run_data = loop.source = self._open_run_data(data)
-        elif self._position is not None:
-            self._position.random.restore()
-
-    def _open_run_data(self, data: Any) -> RunData:
-        held = self._held
-        if held is not None and held.iterator is data:
-            held.continued, data = True, held
-        elif isinstance(data, Iterator) and self._status.mode == "train":
-            data = HeldIterator(data)
-        self._held = data if isinstance(data, HeldIterator) else None
-        loop = self._loop
-        run_data = RunData(
-            data,
-            prepare=self._strategy.prepare_batch,
-            state=self._state,
-            done=lambda: loop.done_iteration,
-            in_work=lambda: loop.undone_batch() is not NO_BATCH,
-            in_use=self._in_use(),
-            record=self._status.mode == "train",
-        )
-        run_data.resume, self._position = self._position, None
-        return run_data
-
-    def _finish(self) -> None:
-        """Keep where the run stands, and let go of everything that belonged to it."""
-        loop, status = self._loop, self._status
-        if loop.undone_batch() is not NO_BATCH and self._held is not None:
-            self._held.held.append(loop.undone_batch())
-        if loop.was_left_in_step():
-            self._updates.drop_gradients()
-        self._position = self._present_position()
-        if self._position is None or self._position.opened is None:
-            self._held = None
-        loop.set_standing(loop.standing())
-        run_data, self._run_data = self._run_data, None
-        loop.leave()
-        status.is_running, status.depth, status.parent, status.update_due = False, 0, None, False
-        if run_data is not None:
-            run_data.close()  # the last thing: it may wait for worker processes, and be interrupted
-
-    def _present_position(self) -> Position | None:
-        if self._status.mode != "train":
-            return None
-        if not self._status.is_running:
-            return self._position
-        with as_found_again(self):
-            return Position.between_passes() if self._run_data is None else self._run_data.position()
-
-    def _start_afresh(self) -> None:
-        loop, status = self._loop, self._status
-        state = loop.state
-        loop.set_standing(Standing(0, 0, 0, False))
-        loop.ending = None
-        loop.firings.clear()
-        state.max_epochs = state.max_iters = state.epoch_length = None
-        state.metrics.clear()
-        loop._event_handlers.forget_firings()
-        status.last_record = None
 
     def _require_running(self, verb: str) -> None:
         if not self._status.is_running:
@@ -503,12 +405,9 @@ class Engine:
         """
         if self._status.is_running:
             raise RunError(f"engine {self._name!r} is running: reset() is for an engine at rest")
-        self._start_afresh()
-        status = self._status
-        status.updates = 0
-        status.updates_by_optimizer = dict.fromkeys(status.updates_by_optimizer, 0)
+        self._course.begin_afresh()
+        self._updates.reset()
         self._declared.update(check_declared(self._first_values))
-        self._limits, self._position, self._held = Limits(), None, None
 
     # ------------------------------------------------------------------ events
 
@@ -614,7 +513,7 @@ class Engine:
         Not the model and not the optimizer: they have a ``state_dict`` of their own. Loaded into a new engine, with
         theirs, the next ``run`` goes on exactly as this one would.
         """
-        return save_engine(self._loop, self._status, self._declared, self._limits, self._present_position())
+        return save_engine(self._loop, self._status, self._declared, self._course.limits, self._course.position(self))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` returned. Everything is checked before anything is changed.
@@ -625,8 +524,7 @@ class Engine:
         """
         if self._status.is_running:
             raise RunError(f"engine {self._name!r} is running: load_state_dict() is for an engine at rest")
-        self._limits, self._position = load_engine(state, self._loop, self._status, self._declared)
-        self._held = None
+        self._course.go_on_from(*load_engine(state, self._loop, self._status, self._declared))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse to be copied or pickled: a copy would share the model and be half of a run."""

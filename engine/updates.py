@@ -103,6 +103,11 @@ class Updates:
             for optimizer in self._optimizers.values():
                 optimizer.zero_grad(set_to_none=True)
 
+    def reset(self) -> None:
+        """Count from 0 again."""
+        self._status.updates = 0
+        self._status.updates_by_optimizer = dict.fromkeys(self._optimizers, 0)
+
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Count the optimizers' steps for the length of a run."""

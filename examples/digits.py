@@ -3,7 +3,7 @@
     make demo
     .venv/bin/python examples/digits.py --epochs 30 --seed 1 --device cpu --output runs/digits
 
-Every epoch ends with a validation. The run stops when that brings nothing better any more, the best weights are tested
+Every epoch ends with a validation. The run stops when three of them have brought nothing better, the best weights are tested
 on images that were never looked at before, and the output folder gets the learning curves and the best checkpoint.
 """
 
@@ -64,7 +64,7 @@ def make_loaders() -> dict[str, DataLoader[Any]]:
     dataset = TensorDataset(images, torch.tensor(scans.target))
     train, val, test = random_split(dataset, [*SIZES.values()], torch.Generator().manual_seed(0))
     return {
-        "train": DataLoader(train, batch_size=32, shuffle=True),
+        "train": DataLoader(train, batch_size=64, shuffle=True),
         "val": DataLoader(val, batch_size=300),
         "test": DataLoader(test, batch_size=300),
     }
@@ -76,7 +76,7 @@ def make_engines(device: str | None) -> tuple[Engine, Engine]:
     trainer = Engine(
         train_step,
         model,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=2e-3),
+        optimizer=torch.optim.AdamW(model.parameters(), lr=3e-3),
         strategy=SingleDevice(device),
         metrics={"train/loss": Average(lambda output: output["loss"])},
         state={"best": math.inf, "best_epoch": 0},
@@ -95,7 +95,7 @@ def main() -> None:
     trainer, evaluator = make_engines(args.device)
 
     Validate(evaluator, loaders["val"], every=Events.EPOCH_COMPLETED, prefix="val/").attach(trainer)
-    EarlyStopping("val/loss", mode="min", patience=5).attach(trainer)
+    EarlyStopping("val/loss", mode="min", patience=3).attach(trainer)
     history = History().attach(trainer)
     ProgressBar().attach(trainer)
 
@@ -127,7 +127,7 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=30, help="the most epochs to train for (default: 30)")
+    parser.add_argument("--epochs", type=int, default=20, help="the most epochs to train for (default: 20)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, sample order and dropout (default: 0)")
     parser.add_argument("--device", help="such as cpu or cuda:1 (default: the accelerator, if there is one)")
     parser.add_argument("--output", type=Path, default=Path("runs/digits"), help="a folder (default: runs/digits)")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader
 from traces import make_engine, names_of, seen_by, trace_of
@@ -420,6 +423,39 @@ def test_a_state_taken_anywhere_goes_on_in_a_new_engine_as_the_run_itself_does(p
     fresh.load_state_dict(state)
     fresh.run(["a", "b"])
     assert seen == whole == ["a", "b", "a", "b"]
+
+
+@given(
+    random=st.randoms(use_true_random=False),
+    held=st.integers(1, 4),
+    epochs=st.integers(1, 4),
+    epoch_length=st.one_of(st.none(), st.integers(1, 5)),
+    kind=st.sampled_from(["a list", "an iterator", "a callable"]),
+)
+def test_however_often_a_training_is_stopped_each_batch_is_done_once_and_each_epoch_begins_once(
+    random, held, epochs, epoch_length, kind
+):
+    def stop_perhaps(engine, batch):
+        if random.random() < 0.1:
+            VERBS[random.choice(["terminate", "terminate, skipping", "interrupt", "an error", "Ctrl-C"])](engine)
+
+    length = epoch_length or held
+    stream = [number % held for number in range(epochs * length)]
+    data = {"a list": list(range(held)), "an iterator": iter(stream), "a callable": lambda state: iter(range(held))}[
+        kind
+    ]
+    engine, seen = seen_by(stop_perhaps)
+    for event in Events:
+        engine.add_event_handler(event, stop_perhaps)
+    trace = trace_of(engine)
+    while engine.state.stop_reason != "completed":
+        with contextlib.suppress(Failure, KeyboardInterrupt):
+            engine.run(data, max_epochs=epochs, epoch_length=length if kind == "an iterator" else epoch_length)
+    assert seen == stream
+    assert names_of(trace).count("EPOCH_STARTED") <= epochs
+    assert len([one for one in trace if one.startswith("EPOCH_")]) == len(
+        {one for one in trace if one.startswith("EPOCH_")}
+    )
 
 
 # ---------------------------------------------------------------------- to the bit
