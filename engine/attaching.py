@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterable
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
 from .errors import HandlerError
 from .table import Registration
 
-__all__ = ["check_signature", "replaced_by"]
+__all__ = ["Place", "calling_place", "check_signature", "replaced_by"]
 
 _RUN_LATER = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 
@@ -46,29 +48,51 @@ def check_signature(function: Any, role: str) -> None:
         ) from None
 
 
-def replaced_by(handler: Any, entries: Iterable[Registration]) -> list[Registration]:
+class Place(NamedTuple):
+    """The statement of a notebook cell that attaches a handler; run again, it has another code object."""
+
+    code: CodeType
+    line: int
+
+
+def calling_place() -> Place | None:
+    """Return the statement of a notebook cell from which this is called, None outside of notebooks."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != "__main__":
+        frame = frame.f_back
+    if frame is None or "__file__" in frame.f_globals or frame.f_code.co_filename == "<stdin>":
+        return None
+    return Place(frame.f_code, frame.f_lineno)
+
+
+def replaced_by(handler: Any, place: Place | None, entries: Iterable[Registration]) -> list[Registration]:
     """Return those of an event's registrations that a re-run notebook cell means to replace by ``handler``.
 
-    They are those of the same qualified name in ``__main__`` whose code object is another one: closures made in one
-    loop share theirs and are all kept, and so are two functions of one name in one cell. Lambdas share their name, so
-    of them only the very same one is replaced.
+    They are those of the same qualified name that the same statement has attached before, and functions of the same
+    qualified name in ``__main__`` whose code object is another one: closures made in one loop share theirs and are all
+    kept, and so are two functions of one name in one cell. Lambdas share their name, so of them only the very same one
+    is replaced.
     """
-    code = _main_code(handler)
-    if code is None:
-        return []
-    name = handler.__qualname__
-    is_lambda = name.endswith("<lambda>")
+    return [entry for entry in entries if _same_statement(handler, place, entry) or _same_function(handler, entry)]
 
-    def is_earlier(entry: Registration) -> bool:
-        other = _main_code(entry.handler)
-        if other is None or other is code or entry.handler.__qualname__ != name:
-            return False
-        same_cell = other.co_filename == code.co_filename
-        if is_lambda:
-            return same_cell and bool(other == code)
-        return not same_cell or bool(other.co_firstlineno == code.co_firstlineno)
 
-    return [entry for entry in entries if is_earlier(entry)]
+def _same_statement(handler: Any, place: Place | None, entry: Registration) -> bool:
+    """Say whether a cell that attaches a handler of some class is run again, unchanged."""
+    if place is None or entry.place is None or entry.place.code is place.code:
+        return False
+    same_place = (entry.place.code.co_filename, entry.place.line) == (place.code.co_filename, place.line)
+    name = getattr(handler, "__qualname__", None)
+    return same_place and inspect.ismethod(handler) and getattr(entry.handler, "__qualname__", None) == name
+
+
+def _same_function(handler: Any, entry: Registration) -> bool:
+    code, other = _main_code(handler), _main_code(entry.handler)
+    if code is None or other is None or other is code or entry.handler.__qualname__ != handler.__qualname__:
+        return False
+    same_cell = other.co_filename == code.co_filename
+    if handler.__qualname__.endswith("<lambda>"):
+        return same_cell and bool(other == code)
+    return not same_cell or bool(other.co_firstlineno == code.co_firstlineno)
 
 
 def _main_code(handler: Any) -> Any:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ._loop import IgniteLoop
-from .attaching import check_signature, replaced_by
+from .attaching import calling_place, check_signature, replaced_by
 from .checkpoint import load_engine, save_engine
 from .course import Course, in_use_around
 from .describe import Description
@@ -437,10 +437,11 @@ class Engine:
         if not events:
             raise HandlerError("an empty list of events was given: the handler would never be called")
         table = self._loop._event_handlers
-        for old in [old for one in events for old in replaced_by(handler, table.registrations(one))]:
+        place = calling_place()
+        for old in [old for one in events for old in replaced_by(handler, place, table.registrations(one))]:
             table.drop(old)
             _log.warning("handler %s replaces the one that this cell attached before", old.handler.__qualname__)
-        entries = [Registration(handler, one) for one in events]
+        entries = [Registration(handler, one, place) for one in events]
         for entry in entries:
             table[entry.event].append(entry)
         return Handle(table, entries)

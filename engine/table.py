@@ -30,18 +30,20 @@ class Registration(tuple[Any, tuple[Any, ...], dict[str, Any]]):
     event: Any
     when: When
     seen: set[int]
+    place: Any
 
-    def __new__(cls, handler: Call, event: Any) -> Registration:
-        """Make the registration of ``handler`` on ``event``."""
+    def __new__(cls, handler: Call, event: Any, place: Any = None) -> Registration:
+        """Make the registration of ``handler`` on ``event``, attached at this place of a notebook."""
         self = super().__new__(cls, (handler, (), {}))
         self.event = event
+        self.place = place
         self.when = getattr(event, "when", getattr(event, "filter", None))
         self.seen = set()  # counts a `once` filter has fired at
         return self
 
     def with_handler(self, handler: Call) -> Registration:
         """Return the same registration, filter and all, of what an Ignite component puts in the handler's place."""
-        other = Registration(handler, self.event)
+        other = Registration(handler, self.event, self.place)
         other.seen = self.seen
         return other
 

@@ -1,10 +1,10 @@
 """Train a small convolutional net to read handwritten digits: 8 x 8 scans that come with scikit-learn, no download.
 
     make demo
-    .venv/bin/python examples/digits.py --epochs 30 --seed 1 --device cpu --output runs/digits
+    .venv/bin/python examples/digits.py --epochs 50 --seed 1 --device cpu --output runs/digits
 
-Every epoch ends with a validation. The run stops when three of them have brought nothing better, the best weights are tested
-on images that were never looked at before, and the output folder gets the learning curves and the best checkpoint.
+Every epoch ends with a validation, and three that bring nothing better end the run. The best weights are tested on images
+that were never looked at before; the learning curves and the best checkpoint go to the output folder.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=20, help="the most epochs to train for (default: 20)")
+    parser.add_argument("--epochs", type=int, default=30, help="the most epochs to train for (default: 30)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, sample order and dropout (default: 0)")
     parser.add_argument("--device", help="such as cpu or cuda:1 (default: the accelerator, if there is one)")
     parser.add_argument("--output", type=Path, default=Path("runs/digits"), help="a folder (default: runs/digits)")

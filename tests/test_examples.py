@@ -46,7 +46,7 @@ def test_the_demo_reads_digits_it_has_never_seen(demo):
 def test_the_demo_shows_every_epoch_with_its_validation(demo):
     done, _ = demo
     (epochs,) = re.findall(r"weights of epoch \d+ of (\d+)", done.stdout)
-    bars = [line for line in done.stderr.splitlines() if re.match(r"train epoch \d+/20: 100%.*val/accuracy=", line)]
+    bars = [line for line in done.stderr.splitlines() if re.match(r"train epoch \d+/30: 100%.*val/accuracy=", line)]
     assert len(bars) == int(epochs)
 
 

@@ -187,6 +187,17 @@ for text in ("one", "two", "three"):
         assert cell("engine.reset(); engine.run([1]);").printed == "one\nONE\ntwo\nTWO\nthree\nTHREE\n"
 
 
+def test_a_cell_that_attaches_ready_made_handlers_replaces_them_when_it_is_run_again(cell):
+    cell("from pellucid.handlers import History, ProgressBar")
+    source = "history = History().attach(engine); bars = [ProgressBar().attach(engine) for _ in range(2)]"
+    for _ in range(3):
+        cell(source)
+    cell("engine.on(Events.ITERATION_COMPLETED)(lambda engine, batch: engine.record({'x': batch}))")
+    assert cell("engine.run([1, 2]); print(len(history), [type(o).__name__ for o in engine.attached()])").printed.endswith(
+        "2 ['History', 'ProgressBar', 'ProgressBar']\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("shown", "texts"),
     [

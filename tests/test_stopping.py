@@ -425,37 +425,41 @@ def test_a_state_taken_anywhere_goes_on_in_a_new_engine_as_the_run_itself_does(p
     assert seen == whole == ["a", "b", "a", "b"]
 
 
+STOPS = ["terminate", "terminate, skipping", "interrupt", "an error", "Ctrl-C"]
+
+
 @given(
-    random=st.randoms(use_true_random=False),
+    stops=st.dictionaries(st.integers(1, 100), st.sampled_from(STOPS), max_size=20),
     held=st.integers(1, 4),
     epochs=st.integers(1, 4),
-    epoch_length=st.one_of(st.none(), st.integers(1, 5)),
+    epoch_length=st.none() | st.integers(1, 5),
     kind=st.sampled_from(["a list", "an iterator", "a callable"]),
 )
 def test_however_often_a_training_is_stopped_each_batch_is_done_once_and_each_epoch_begins_once(
-    random, held, epochs, epoch_length, kind
+    stops, held, epochs, epoch_length, kind
 ):
-    def stop_perhaps(engine, batch):
-        if random.random() < 0.1:
-            VERBS[random.choice(["terminate", "terminate, skipping", "interrupt", "an error", "Ctrl-C"])](engine)
+    """``stops``: which call of the step or a handler, counted over all runs, asks for which verb."""
 
-    length = epoch_length or held
-    stream = [number % held for number in range(epochs * length)]
-    data = {"a list": list(range(held)), "an iterator": iter(stream), "a callable": lambda state: iter(range(held))}[
-        kind
-    ]
+    def stop_perhaps(engine, batch):
+        calls.append(batch)
+        if len(calls) in stops:
+            VERBS[stops[len(calls)]](engine)
+
+    if kind == "an iterator":
+        epoch_length = epoch_length or held
+    stream = [number % held for number in range(epochs * (epoch_length or held))]
+    data = {"a list": list(range(held)), "an iterator": iter(stream), "a callable": lambda state: iter(range(held))}
+    calls = []
     engine, seen = seen_by(stop_perhaps)
     for event in Events:
         engine.add_event_handler(event, stop_perhaps)
     trace = trace_of(engine)
-    while engine.state.stop_reason != "completed":
+    for _ in range(len(stops) + 1):
         with contextlib.suppress(Failure, KeyboardInterrupt):
-            engine.run(data, max_epochs=epochs, epoch_length=length if kind == "an iterator" else epoch_length)
-    assert seen == stream
-    assert names_of(trace).count("EPOCH_STARTED") <= epochs
-    assert len([one for one in trace if one.startswith("EPOCH_")]) == len(
-        {one for one in trace if one.startswith("EPOCH_")}
-    )
+            engine.run(data[kind], max_epochs=epochs, epoch_length=epoch_length)
+    assert (seen, engine.state.epoch, engine.state.iteration) == (stream, epochs, len(stream))
+    borders = [one for one in trace if one.startswith("EPOCH_")]
+    assert len(borders) == len(set(borders)) <= 2 * epochs
 
 
 # ---------------------------------------------------------------------- to the bit
