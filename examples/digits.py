@@ -3,8 +3,8 @@
     make demo
     .venv/bin/python examples/digits.py --epochs 50 --seed 1 --device cpu --output runs/digits
 
-Every epoch ends with a validation, and three that bring nothing better end the run. The best weights are tested on images
-that were never looked at before; the learning curves and the best checkpoint go to the output folder.
+Every epoch ends with a validation, and three in a row that bring nothing better end the run. The best weights are then
+tested on images that were never looked at before. Learning curves and the best checkpoint go to the output folder.
 """
 
 from __future__ import annotations

@@ -127,6 +127,7 @@ def test_a_look_in_the_middle_of_an_autocast_region_changes_nothing():
 
         def step(engine, batch):
             with torch.autocast("cpu", torch.bfloat16):
+                look(training, engine)
                 first = engine.model(batch[0])
                 look(training, engine)
                 loss = (first + engine.model(batch[0])).square().mean()
