@@ -17,8 +17,9 @@ from .errors import (
     StrategyError,
     UpdateError,
 )
-from .events import EventEnum, EventLike, Events, Handle
-from .state import MetricsView, Record, StateSnapshot, StateView
+from .events import EventEnum, EventLike, Events
+from .records import MetricsView, Record
+from .state import StateSnapshot, StateView
 from .strategies import SingleDevice, Strategy
 from .supervised import (
     create_supervised_evaluator,
@@ -26,6 +27,7 @@ from .supervised import (
     supervised_evaluation_step,
     supervised_training_step,
 )
+from .table import Handle
 
 __all__ = [
     "CheckpointError",

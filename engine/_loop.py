@@ -26,7 +26,8 @@ from ignite.engine.engine import _EngineTerminateException, _EngineTerminateSing
 
 from .data import EmptyDataError
 from .errors import RunError, suggestion
-from .events import Call, Events, HandlerTable, Registration, event_name, resolve
+from .events import Events, event_name
+from .table import Call, HandlerTable, Registration, resolve
 
 __all__ = ["NO_BATCH", "IgniteLoop", "Source", "Standing"]
 
@@ -34,7 +35,6 @@ __all__ = ["NO_BATCH", "IgniteLoop", "Source", "Standing"]
 _COUNTERS: dict[str, str] = {event_name(event): attr for event, attr in State.event_to_attr.items()}
 NO_BATCH = object()
 _SPENT_BATCH = object()  # an update was made with it, so it must not come again
-_END = object()
 
 
 class Standing(NamedTuple):
@@ -58,6 +58,9 @@ class Source(Protocol):
 
     def open(self) -> Iterator[Any]:
         """Begin a pass over the data."""
+
+    def rejoin(self) -> None:
+        """Take up the random state that the run was stopped in."""
 
     def close(self) -> None:
         """Let go of the present pass."""
@@ -204,7 +207,10 @@ class IgniteLoop(IgniteEngine):
                 self._with_arguments(entry, (e,), {})(engine, self.state.batch)
             except BaseException as later:
                 _chain(e, later)
-        raise e
+        try:
+            raise e
+        finally:
+            del e  # this frame is in its traceback: a name for it would be a cycle, and keep batch and model alive
 
     # ------------------------------------------------------------------ the run
 
@@ -227,9 +233,12 @@ class IgniteLoop(IgniteEngine):
                 self.ending = "completed"
             except _EngineTerminateException:
                 self.ending = "terminated"
+            # outside of the except blocks: what ends the loop is no context of an error in a handler
+            if self.ending == "terminated":
                 self._fire_event(Events.TERMINATE)
             state.times[completed] = time.time() - self._started
             if self.should_terminate != "skip_completed":
+                state.batch = None
                 self._fire_event(Events.COMPLETED)
                 state.times[completed] = time.time() - self._started
         except BaseException as error:
@@ -255,6 +264,8 @@ class IgniteLoop(IgniteEngine):
         state = self.state
         self._fire_event(Events.STARTED)
         yield from self._obey(epoch=False)
+        if self.source is not None:
+            self.source.rejoin()
         if self.after_start is not None:
             self.after_start()
         first = True
@@ -270,15 +281,14 @@ class IgniteLoop(IgniteEngine):
             first = False
             self.in_epoch = True
             try:
-                ended = yield from self._batches()
-            except _EngineTerminateSingleEpochException:
-                self._abandon_epoch()
-                ended = True
+                ended = yield from self._epoch()
             finally:
                 self.in_epoch = False
             if not ended:
                 return  # max_iters inside an epoch, which stays open
             self.epoch_open, state.batch = False, None
+            if self.source is not None and self.epoch_limit is None:
+                self.source.close()
             if self.after_epoch is not None:
                 self.after_epoch()
             state.times[Events.EPOCH_COMPLETED.name] = time.time() - started
@@ -288,8 +298,17 @@ class IgniteLoop(IgniteEngine):
             self.should_terminate_single_epoch = False
             yield from self._obey()
 
-    def _batches(self) -> Generator[Any, None, bool]:
+    def _epoch(self) -> Generator[Any, None, bool]:
         """Go through one epoch, or what is left of it; return whether it has come to its end."""
+        try:
+            return (yield from self._batches())
+        except _EngineTerminateSingleEpochException:
+            pass
+        self._abandon_epoch()
+        return True
+
+    def _batches(self) -> Generator[Any, None, bool]:
+        """Go through the batches of one epoch; return whether these were all."""
         state, fire, limit, keep = self.state, self._fire_event, self.epoch_limit, self.keep
         step, engine = self._process_function, self if self.owner is None else self.owner()
         before_step, after_step = self.before_step, self.after_step
@@ -305,9 +324,8 @@ class IgniteLoop(IgniteEngine):
                 fire(Events.GET_BATCH_STARTED)
                 if self.asked:
                     yield from self._obey()
-            try:
-                state.batch = next(self._dataloader_iter)  # type: ignore[arg-type]
-            except StopIteration:
+            self.batch_in_work = next(self._dataloader_iter, NO_BATCH)  # type: ignore[arg-type]
+            if self.batch_in_work is NO_BATCH:
                 if restarted:
                     self._warn_of_dry_data()
                     return state.max_epochs is not None
@@ -321,10 +339,14 @@ class IgniteLoop(IgniteEngine):
                 self._setup_dataloader_iter()
                 restarted = True
                 continue
-            self.batch_in_work = state.batch
+            if unexpected:
+                if self._is_at_max_iters():
+                    return False
+                fire(Events.GET_BATCH_STARTED)
+                if self.asked:
+                    yield from self._obey()
+            state.batch = self.batch_in_work
             if has_data:
-                if unexpected:
-                    fire(Events.GET_BATCH_STARTED)
                 fire(Events.GET_BATCH_COMPLETED)
                 if self.asked:
                     yield from self._obey()
@@ -348,9 +370,14 @@ class IgniteLoop(IgniteEngine):
             fire(Events.ITERATION_COMPLETED)
             if self.asked:
                 yield from self._obey()
-            if state.max_iters is not None and state.iteration >= state.max_iters:
-                return self._is_epoch_end(n)
+            # at the length that the data states, only the data can say whether the epoch is over
+            expected_end = limit is None and n == state.epoch_length
+            if state.max_iters is not None and not expected_end and self._is_at_max_iters():
+                return n == limit
         return True
+
+    def _is_at_max_iters(self) -> bool:
+        return self.state.max_iters is not None and self.state.iteration >= self.state.max_iters
 
     def _abandon_epoch(self) -> None:
         """Leave the epoch as ``terminate_epoch`` asks; a batch in work counts as done, it will not come again."""
@@ -358,14 +385,8 @@ class IgniteLoop(IgniteEngine):
         if self.source is not None:
             self.source.close()
         self.done_iteration = self.state.iteration
-        self.batch_in_work = NO_BATCH
+        self.batch_in_work, self.epoch_open = NO_BATCH, False
         self._fire_event(Events.TERMINATE_SINGLE_EPOCH, iter_counter=self.state.epoch_iteration)
-
-    def _is_epoch_end(self, n: int) -> bool:
-        """Say whether ``n`` batches are the whole epoch, asking the data only where its stated length says so."""
-        if self.epoch_limit is not None:
-            return n == self.epoch_limit
-        return n == self.state.epoch_length and next(self._dataloader_iter, _END) is _END  # type: ignore[arg-type]
 
     def _warn_of_dry_data(self) -> None:
         if not self._finished():
@@ -384,7 +405,7 @@ class IgniteLoop(IgniteEngine):
                 raise RuntimeError("terminate_epoch() was asked for in STARTED or EPOCH_STARTED: no batch has come yet")
             raise _EngineTerminateSingleEpochException()
         if self.should_interrupt:
-            self.ending = "interrupted"
+            self.ending, self.in_epoch = "interrupted", False
             self._fire_event(Events.INTERRUPT)
             self.should_interrupt = False
             try:
@@ -396,11 +417,13 @@ class IgniteLoop(IgniteEngine):
 
     def _finished(self) -> bool:
         state = self.state
-        if state.max_iters is not None and state.iteration >= state.max_iters:
+        if self._is_at_max_iters():
             return True
         if state.max_epochs is None:
             return False
-        counted = self.epoch_limit is not None and state.iteration >= self.epoch_limit * state.max_epochs
+        # a state that was loaded into a loop alone may give the iteration and not the epoch
+        length = self.epoch_limit if self.owner is None else None
+        counted = length is not None and state.iteration >= length * state.max_epochs
         return bool(state.epoch >= state.max_epochs or counted)
 
     def _open_data(self, first: bool) -> None:
@@ -458,22 +481,46 @@ class IgniteLoop(IgniteEngine):
 
 
 def _without_stop_iteration(error: BaseException) -> BaseException:
-    """Turn a ``StopIteration`` of user code, which would pass for an end of data, into an error with words."""
-    cause = error if isinstance(error, StopIteration) else error.__cause__
-    if not isinstance(cause, StopIteration) or not isinstance(error, StopIteration | RuntimeError):
+    """Turn a ``StopIteration`` of user code, which would pass for an end of data, into an error with words.
+
+    Out of a generator, and the loop is one, Python lets it leave as the cause of a RuntimeError of this text.
+    """
+    made_by_python = isinstance(error, RuntimeError) and str(error) == "generator raised StopIteration"
+    cause = error.__cause__ if made_by_python else error
+    if not isinstance(cause, StopIteration):
         return error
-    wrapped = RunError("StopIteration came out of a step or handler, most likely from a bare next(...): catch it there")
+    wrapped = RunError(
+        "StopIteration came out of a step, a handler or the data's own code, most likely from a bare next(...): catch "
+        "it there, or give a default, next(iterator, None)"
+    )
     wrapped.__cause__ = cause
     return wrapped
 
 
 def _chain(first: BaseException, later: BaseException) -> None:
     """Append ``later`` to the errors that ``first`` is shown with."""
-    last, seen = first, {id(first)}
-    while (following := last.__cause__ or last.__context__) is not None and id(following) not in seen:
-        seen.add(id(following))
-        last = following
-    if id(later) not in seen:
-        if later.__context__ is first:
-            later.__context__ = None
-        last.__context__ = later
+    shown = _shown_with(first)
+    known = {id(error) for error in shown}
+    if id(later) in known:
+        return
+    for error in _shown_with(later):
+        if id(error) in known:
+            break
+        # it was raised while the first was being handled: what links back to that would make a ring
+        if id(error.__context__) in known:
+            error.__context__ = None
+        if id(error.__cause__) in known:
+            error.__cause__ = None
+    shown[-1].__context__ = later
+    shown[-1].__suppress_context__ = False
+
+
+def _shown_with(error: BaseException) -> list[BaseException]:
+    """Return an error and those that a traceback shows above it, back to the oldest."""
+    shown: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and not any(following is other for other in shown):
+        shown.append(following)
+        hidden = following.__suppress_context__
+        following = following.__cause__ or (None if hidden else following.__context__)
+    return shown

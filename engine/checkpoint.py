@@ -10,7 +10,8 @@ from ._loop import IgniteLoop, Standing
 from .data import Position
 from .errors import CheckpointError, suggestion
 from .limits import Limits
-from .state import MetricsView, RunStatus
+from .records import MetricsView
+from .state import RunStatus
 from .updates import Updates
 
 __all__ = ["load_engine", "save_engine"]
@@ -58,10 +59,11 @@ def load_engine(
         )
     wanted = save_engine(loop, status, declared, Limits(), None, updates)
     _same_names("the state dictionary", saved, wanted)
+    _check_kinds(saved)
     _same_names("its declared fields", saved["fields"], declared)
     _same_names("its optimizers", saved["updates_by_optimizer"], status.updates_by_optimizer)
     updates.check_state(saved["gradients"])
-    position = None if saved["position"] is None else Position.from_state_dict(saved["position"])
+    position = _position(saved["position"])
     limits = Limits(saved["max_epochs"], saved["max_iters"], saved["epoch_length"])
 
     loop.set_standing(Standing(*(saved[name] for name in Standing._fields)))
@@ -76,6 +78,28 @@ def load_engine(
     status.updates_by_optimizer = dict(saved["updates_by_optimizer"])
     declared.update(copy.deepcopy(dict(saved["fields"])))
     return limits, position
+
+
+def _check_kinds(saved: Mapping[str, Any]) -> None:
+    for name in ("updates_by_optimizer", "fields", "metrics", "firings"):
+        if not isinstance(saved[name], Mapping):
+            raise CheckpointError(f"{name} must be a mapping, got {type(saved[name]).__name__}: {saved[name]!r}")
+    counts = {name: 0 for name in ("epoch", "iteration", "epoch_iteration", "updates")}
+    limits = {name: 1 for name in ("max_epochs", "max_iters", "epoch_length") if saved[name] is not None}
+    for name, least in {**counts, **limits}.items():
+        value = saved[name]
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise CheckpointError(f"{name} must be a whole number of at least {least}, got {value!r}")
+
+
+def _position(saved: Any) -> Position | None:
+    try:
+        return None if saved is None else Position.from_state_dict(saved)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"its position in the data cannot be read ({type(error).__name__}: {error}): it was written by hand or by "
+            "another version"
+        ) from error
 
 
 def _same_names(what: str, saved: Iterable[str], wanted: Iterable[str]) -> None:

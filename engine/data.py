@@ -4,14 +4,17 @@ A pass begins where the data is opened: at each epoch's start, or once for many 
 lets one pass go on over the borders. The random state at that moment, the number of batches done since and the random
 state now are a :class:`Position`; with them the rest of the pass comes out as if it had never been left: the pass is
 opened again in its first state, the batches done are drawn and dropped, and the present random state is put back.
-(With workers this also gives every worker the random state it had.)
+(With workers this also gives every worker the random state it had.) What had been drawn and was not done, a batch or
+the end of the data, is drawn again before the present random state is put back.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -35,6 +38,7 @@ class Position:
 
     Attributes:
         batches: how many batches of the pass are done; 0 also when no pass has been opened.
+        drawn: whether one thing more was drawn: a batch that is not done, or the end of the data.
         opened: the random state when the pass was opened, None when none was.
         generators: the states of the data's own generators at that moment.
         random: the random state now.
@@ -43,6 +47,7 @@ class Position:
     """
 
     batches: int
+    drawn: bool
     opened: RandomState | None
     generators: GeneratorStates | None
     random: RandomState
@@ -52,12 +57,13 @@ class Position:
     @classmethod
     def between_passes(cls) -> Position:
         """Return the position of a run that is inside no pass."""
-        return cls(0, None, None, RandomState(), GeneratorStates(None))
+        return cls(0, False, None, None, RandomState(), GeneratorStates(None))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as tensors and plain numbers."""
         return {
             "batches": self.batches,
+            "drawn": self.drawn,
             "opened": None if self.opened is None else self.opened.state_dict(),
             "generators": None if self.generators is None else self.generators.state_dict(),
             "random": self.random.state_dict(),
@@ -71,6 +77,7 @@ class Position:
         opened, generators = state["opened"], state["generators"]
         return cls(
             batches=state["batches"],
+            drawn=state["drawn"],
             opened=None if opened is None else RandomState.from_state_dict(opened),
             generators=None if generators is None else GeneratorStates.from_state_dict(generators),
             random=RandomState.from_state_dict(state["random"]),
@@ -87,6 +94,7 @@ class RunData:
         prepare: brings a batch to the device.
         state: what a callable is asked with.
         done: says how many iterations the engine has done in all.
+        in_work: says whether a batch was drawn that is not done.
         in_use: what the runs around this one are iterating.
         record: keep what is needed to go on after a stop (training; an evaluation starts afresh).
     """
@@ -98,6 +106,7 @@ class RunData:
         prepare: Callable[[Any], Any],
         state: Any,
         done: Callable[[], int],
+        in_work: Callable[[], bool],
         in_use: tuple[Any, ...] = (),
         record: bool = True,
     ) -> None:
@@ -105,6 +114,7 @@ class RunData:
         self.prepare = prepare
         self.state = state
         self.done = done
+        self.in_work = in_work
         self.in_use = in_use
         self.record = record
         self.source: Any = None  # what the present pass goes over
@@ -114,7 +124,16 @@ class RunData:
         self._ahead: LookAhead | None = None
         self._pass_began_at = 0
         self._opened: tuple[RandomState, GeneratorStates] | None = None
-        self._raw: Iterator[Any] | None = None
+        self.raw: Iterator[Any] | None = None  # the present pass itself
+        self._redrawn: list[Any] = []  # what was drawn for a pass that is taken up again, and has not been handed out
+        self._ended = False
+        self._rejoined = False
+
+    def rejoin(self) -> None:
+        """Take up the random state in which the run was stopped, before its next event; ``open`` does the rest."""
+        if self.resume is not None:
+            self.resume.random.restore()
+            self._rejoined = True
 
     def open(self) -> Iterator[Any]:
         """Begin a pass over the data, or take up again the one that ``resume`` names.
@@ -123,41 +142,45 @@ class RunData:
             DataError: the data cannot be iterated, is empty, or an outer run is consuming it.
         """
         self.close()
-        resume, self.resume = self.resume, None
+        done = 0 if self.resume is None else self.resume.batches
+        resume = None if _goes_on_by_itself(self.data) else self.resume
+        if resume is not None and resume.opened is not None:
+            resume.opened.restore()
+        random = RandomState() if self.record else None  # before a callable is asked: it may draw random numbers
         source = self.data(self.state) if is_factory(self.data) else self.data
         check_data(source, self.in_use)
         self.source = source = _fresh_if_in_use(source, self.in_use)
-        replay = resume is not None and resume.opened is not None and not _goes_on_by_itself(source)
-        if replay:
-            assert resume is not None and resume.opened is not None and resume.generators is not None
-            resume.opened.restore()
-            resume.generators.restore(source)
-        if self.record:
-            self._opened = RandomState(), GeneratorStates(source)
-        self._raw = raw = iter(source)
-        skipped = 0 if resume is None else resume.batches
-        self._pass_began_at = self.done() - skipped
-        if resume is not None and replay:
-            _skip(raw, resume.batches)
-        self.length = stated_length(source)
-        if self.look_ahead and self.length is None:
-            again = () if resume is None or not replay else resume.ahead
-            raw = self._ahead = LookAhead(raw, source, skipped, again)
         if resume is not None:
+            (resume.generators or resume.generators_now).restore(source)
+        opened = None if random is None else (random, GeneratorStates(source))
+        raw = iter(source)
+        _refuse_consumed(raw, self.in_use)
+        self.raw, self.length = raw, stated_length(source)
+        if resume is not None and resume.opened is not None:
+            _skip(raw, done)
+        if self.look_ahead and self.length is None:
+            raw = self._ahead = LookAhead(raw, source, done, () if resume is None else resume.ahead)
+        if resume is not None and resume.opened is not None:
+            if resume.drawn and self._ahead is None:
+                self._redrawn = list(itertools.islice(raw, 1))
             resume.random.restore()
-            if replay:
-                resume.generators_now.restore(source)
-        return self._batches(raw, skipped > 0)
+            resume.generators_now.restore(source)
+        self.resume, self._opened, self._pass_began_at = None, opened, self.done() - done
+        return self._batches(raw, done > 0)
 
     def _batches(self, raw: Iterator[Any], begun: bool) -> Iterator[Any]:
+        if self._redrawn:
+            yield self.prepare(self._redrawn.pop())
+            begun = True
         while True:
             try:
                 # no name is bound to the batch: it must not live on while the next one is made
                 yield self.prepare(next(raw))
             except StopIteration:
+                self._ended = True
                 if not begun:
+                    self._opened = None
                     raise EmptyDataError(_why_empty(self.source)) from None
-                self._opened = None  # the pass is over: the run stands between two
                 return
             begun = True
 
@@ -168,25 +191,28 @@ class RunData:
 
     def position(self) -> Position:
         """Return where the run stands."""
+        if self.resume is not None:  # stopped before any pass was opened: it stands where it stood
+            between = self.resume.opened is None and self._rejoined
+            return replace(self.resume, random=RandomState()) if between else self.resume
         opened, generators = self._opened or (None, None)
         done = self.done() - self._pass_began_at if self._opened else 0
         return Position(
             batches=done,
+            drawn=bool(self._opened) and (self._ended or bool(self._redrawn) or self.in_work()),
             opened=opened,
             generators=generators,
             random=RandomState(),
-            generators_now=GeneratorStates(self.source),
+            generators_now=GeneratorStates(self.data if self.source is None else self.source),
             ahead=() if self._ahead is None else self._ahead.moments(done),
         )
 
     def close(self) -> None:
-        """Let go of the present pass; worker processes that belong to it end."""
-        raw, self._raw = self._raw, None
+        """Let go of the present pass: the run stands between two. Worker processes that belong to it end."""
+        raw, self.raw = self.raw, None
         if isinstance(self.source, HeldIterator) and self._ahead is not None:
             self.source.held += self._ahead.waiting()
-        self._ahead = None
         persistent = getattr(self.source, "persistent_workers", False)
-        self.source = self._opened = None
+        self._opened, self._ended, self._ahead, self._redrawn = None, False, None, []
         shut_down = getattr(raw, "_shutdown_workers", None)
         if shut_down is not None and not persistent:
             shut_down()  # an error's traceback may keep the iterator, and its workers with it
@@ -200,14 +226,33 @@ class HeldIterator:
         self.iterator = iterator
         self.held: list[Any] = []
         self.continued = False  # stands where the stopped run left it, so nothing is to be skipped
+        self._ended_by = ""  # the text of an error: the error itself would keep its frames, and what they hold, alive
 
     def __iter__(self) -> Iterator[Any]:
         """Return itself: there is only one pass."""
         return self
 
     def __next__(self) -> Any:
-        """Return the batch that was held back, or the next one."""
-        return self.held.pop(0) if self.held else next(self.iterator)
+        """Return the batch that was held back, or the next one.
+
+        Raises:
+            DataError: a generator that an error has ended, which would pass for the end of the data.
+        """
+        if self.held:
+            return self.held.pop(0)
+        try:
+            return next(self.iterator)
+        except StopIteration:
+            if not self._ended_by:
+                raise
+            raise DataError(
+                f"this generator was ended by {self._ended_by} and gives no more batches: go on with a new one, or "
+                "with data that can be iterated again"
+            ) from None
+        except BaseException as error:
+            if inspect.isgenerator(self.iterator):
+                self._ended_by = repr(error)
+            raise
 
 
 def is_factory(data: Any) -> bool:
@@ -225,13 +270,18 @@ def check_data(data: Any, in_use: tuple[Any, ...] = ()) -> None:
         raise DataError(
             f"data must be an iterable of batches or a callable state -> iterable, got {type(data).__name__}: {data!r}"
         )
-    if isinstance(data, Iterator) and any(data is other for other in in_use):
+    if isinstance(data, Iterator):
+        _refuse_consumed(data, in_use)
+    if stated_length(data) == 0:
+        raise EmptyDataError(_why_empty(data))
+
+
+def _refuse_consumed(iterator: Iterator[Any], in_use: tuple[Any, ...]) -> None:
+    if any(iterator is other for other in in_use):
         raise DataError(
             "this iterator is being consumed by the run around this one, which would miss the batches: give the inner "
             "run data of its own, or data that can be iterated again (a DataLoader, a list)"
         )
-    if stated_length(data) == 0:
-        raise EmptyDataError(_why_empty(data))
 
 
 def stated_length(data: Any) -> int | None:

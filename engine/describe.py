@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 from .display import table
-from .events import FIRING_ORDER, HandlerTable, Registration
+from .events import FIRING_ORDER
+from .table import HandlerTable, Registration
 
 __all__ = ["Description"]
 
@@ -38,17 +41,19 @@ class Description:
 
 
 def _handler_text(entry: Any) -> str:
-    function = getattr(entry[0], "_parent", lambda: None)() or entry[0]
-    name = _qualified_name(function)
-    if not isinstance(entry, Registration):
-        return f"{name}  (Ignite)"
-    filtered = repr(entry.event) if getattr(entry.event, "text", None) else ""
-    return f"{name}  {filtered}".rstrip()
+    if isinstance(entry, Registration):
+        name = _qualified_name(entry.handler)
+        return name if entry.when is None else f"{name}  {entry.event!r}"
+    function = entry[0]
+    behind_filter = getattr(function, "_parent", None)  # so Ignite keeps the handler of an event with a filter
+    if isinstance(behind_filter, weakref.ref):
+        function = behind_filter()
+    return f"{_qualified_name(function)}  (Ignite)"
 
 
 def _qualified_name(function: Any) -> str:
     owner = getattr(function, "__self__", None)
-    if owner is not None and hasattr(function, "__name__"):
+    if inspect.ismethod(function) and not isinstance(owner, type):
         return f"{type(owner).__name__}.{function.__name__}"
     name = getattr(function, "__qualname__", None)
     return name if isinstance(name, str) else repr(function)

@@ -23,29 +23,34 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ._loop import NO_BATCH, IgniteLoop, Standing
+from ._loop import IgniteLoop
+from .attaching import calling_place, check_signature, replaced_by
 from .checkpoint import load_engine, save_engine
-from .data import HeldIterator, Position, RunData, check_data, is_factory, stated_length
+from .course import Course, in_use_around
 from .describe import Description
 from .display import table
-from .errors import HandlerError, LimitError, RunError, UpdateError
-from .events import Events, Handle, Registration, check_signature, event_name, find_event, replaced_by, split_events
+from .errors import HandlerError, RunError, UpdateError
+from .events import Events, check_custom_event, event_name, find_event, split_events
 from .limits import Limits
 from .metrics import attach_metrics
 from .nested import detach
 from .nesting import active, refuse_reentry, run_scope
-from .state import Announcements, MetricsView, Record, RunStatus, StateSnapshot, StateView, check_declared, check_record
+from .optimizers import build_optimizers
+from .records import Announcements, MetricsView, Record, check_record
+from .state import RunStatus, StateSnapshot, StateView, check_declared
 from .strategies import Strategy, resolve
 from .strategies.wrapping import check_model
-from .updates import Updates, build_optimizers
+from .table import Handle, Registration
+from .updates import Updates
 
 __all__ = ["Engine", "Handler", "Step"]
 
@@ -103,18 +108,15 @@ class Engine:
     __slots__ = (
         "__weakref__",
         "_announcements",
+        "_course",
         "_declared",
         "_events",
         "_first_values",
-        "_held",
-        "_limits",
         "_loop",
         "_metrics",
         "_model",
         "_name",
         "_optimizer",
-        "_position",
-        "_run_data",
         "_state",
         "_status",
         "_step",
@@ -155,15 +157,14 @@ class Engine:
         self._state = StateView(self._loop, self._status, self._declared)
         self._updates = self._make_updates(optimizers, _whole_number(gradient_accumulation_steps))
         self._events: dict[str, Any] = {event.name: event for event in Events}
-        self._limits = Limits()
-        self._position: Position | None = None
-        self._held: HeldIterator | None = None
-        self._run_data: RunData | None = None
+        self._course = Course(self._loop, self._status, self._updates, self._strategy.prepare_batch)
         self._announcements = Announcements()
         self._metrics = attach_metrics(self, metrics)
 
     def _make_loop(self, step: Step) -> IgniteLoop:
-        loop = IgniteLoop(step)
+        loop = IgniteLoop(lambda engine, batch: None)
+        # checked already, and Ignite's own check does not see through every decorator
+        loop._process_function = step  # type: ignore[assignment]
         loop.owner = weakref.ref(self)
         loop.keep = detach
         loop.register_events(*(event for event in Events if event not in loop._allowed_events))
@@ -285,7 +286,7 @@ class Engine:
         loop, status = self._loop, self._status
         loop.state.metrics.update(kept)
         record = Record(MetricsView(kept), loop.state.epoch, loop.state.iteration, status.updates)
-        self._announcements.announce(record, status, lambda: loop._fire_event(Events.METRICS_RECORDED))
+        self._announcements.announce(record, status.see, lambda: loop._fire_event(Events.METRICS_RECORDED))
 
     def terminate(self, skip_completed: bool = False) -> None:
         """Stop the run after the event, or the step's iteration, that asks for it; the next ``run`` goes on from there.
@@ -397,124 +398,22 @@ class Engine:
             RunError: the engine is running already.
         """
         refuse_reentry(self)
-        limits = Limits.asked(max_epochs, max_iters, epoch_length)
-        train = self._status.mode == "train"
-        limits = limits.over(self._limits if train else Limits())
-        self._check_data(data, limits)
-        if not train:
-            self._start_afresh()
-        state, loop = self._loop.state, self._loop
-        limits.check_reachable(state.epoch, state.iteration, state.epoch_iteration if loop.epoch_open else 0)
-        if limits.are_reached(state.epoch, state.iteration, loop.epoch_open):
-            _log.warning("engine %r is at its limit already (epoch %d, iteration %d): no step was made; reset() begins "
-                         "afresh", self._name, state.epoch, state.iteration)  # fmt: skip
+        course = self._course
+        if not course.plan(Limits.asked(max_epochs, max_iters, epoch_length), data):
+            _log.warning(
+                "engine %r is at its limit already (epoch %d, iteration %d): no step was made; reset() begins afresh",
+                self._name,
+                self._state.epoch,
+                self._state.iteration,
+            )
             return self._state.snapshot()
-        with run_scope(self, data), self._updates.running():
+        with run_scope(self, data, *in_use_around(course)), self._updates.running():
             try:
-                self._begin(data, limits)
-                loop._internal_run()
+                course.begin(self, data)
+                self._loop._internal_run()
             finally:
-                self._finish()
+                course.finish(self)
         return self._state.snapshot()
-
-    def _check_data(self, data: Any, limits: Limits) -> None:
-        if data is None:
-            if limits.epoch_length is None:
-                raise LimitError("run() needs data, or epoch_length for a step that needs none")
-        elif not is_factory(data):
-            check_data(data, self._in_use())
-
-    def _in_use(self) -> tuple[Any, ...]:
-        """Return what the runs around this one are iterating."""
-        runs = [engine._run_data for engine in active() if engine is not self and engine._run_data is not None]
-        parts = [part for run in runs for part in (run.data, run.source)]
-        return (*parts, *(part.iterator for part in parts if isinstance(part, HeldIterator)))
-
-    def _begin(self, data: Any, limits: Limits) -> None:
-        loop, status, state = self._loop, self._status, self._loop.state
-        outer = [engine for engine in active() if engine is not self]
-        status.is_running, status.depth = True, len(outer)
-        status.update_due = status.mode == "train"
-        status.parent = outer[-1].state if outer else None
-        self._limits = limits
-        state.max_epochs, state.max_iters = limits.max_epochs, limits.max_iters
-        loop.epoch_limit = limits.epoch_length
-        state.epoch_length = limits.epoch_length or stated_length(data)
-        state.dataloader = data
-        loop._init_iter = state.epoch_iteration if loop.epoch_open else 0
-        if data is not None:
-            self._run_data = loop.source = self._open_run_data(data)
-        elif self._position is not None:
-            self._position.random.restore()
-        if self._updates.follows_batches():
-            self._follow_batches(limits.epoch_length, self._run_data)
-
-    def _follow_batches(self, epoch_length: int | None, run_data: RunData | None) -> None:
-        """Let the updates know of each batch, and whether the epoch ends with it."""
-        loop, updates = self._loop, self._updates
-        if run_data is not None:
-            run_data.look_ahead = epoch_length is None and updates.accumulates()
-
-        def begin_batch(done: int) -> None:
-            length = epoch_length if run_data is None else epoch_length or run_data.length
-            remaining = length - done if length is not None and done < length else None
-            updates.begin_batch(remaining, run_data is not None and run_data.is_last)
-
-        loop.after_start, loop.before_step = updates.begin_run, begin_batch
-        loop.after_step, loop.after_epoch = updates.end_batch, updates.flush
-
-    def _open_run_data(self, data: Any) -> RunData:
-        held = self._held
-        if held is not None and held.iterator is data:
-            held.continued, data = True, held
-        elif isinstance(data, Iterator) and self._status.mode == "train":
-            data = HeldIterator(data)
-        self._held = data if isinstance(data, HeldIterator) else None
-        loop = self._loop
-        run_data = RunData(
-            data,
-            prepare=self._strategy.prepare_batch,
-            state=self._state,
-            done=lambda: loop.done_iteration,
-            in_use=self._in_use(),
-            record=self._status.mode == "train",
-        )
-        run_data.resume, self._position = self._position, None
-        return run_data
-
-    def _finish(self) -> None:
-        """Keep where the run stands, and let go of everything that belonged to it."""
-        loop, status, state = self._loop, self._status, self._loop.state
-        if loop.undone_batch() is not NO_BATCH and self._held is not None:
-            self._held.held.append(loop.undone_batch())
-        self._position = self._present_position()
-        self._updates.cut(loop.was_left_in_step(), state.iteration > loop.done_iteration)
-        loop.set_standing(loop.standing())
-        if self._run_data is not None:
-            self._run_data.close()
-        self._run_data = None
-        if not loop.epoch_open:
-            self._held = None
-        loop.leave()
-        status.is_running, status.depth, status.parent, status.update_due = False, 0, None, False
-
-    def _present_position(self) -> Position | None:
-        if self._status.mode != "train":
-            return None
-        if not self._status.is_running:
-            return self._position
-        return Position.between_passes() if self._run_data is None else self._run_data.position()
-
-    def _start_afresh(self) -> None:
-        loop, status = self._loop, self._status
-        state = loop.state
-        loop.set_standing(Standing(0, 0, 0, False))
-        loop.ending = None
-        loop.firings.clear()
-        state.max_epochs = state.max_iters = state.epoch_length = None
-        state.metrics.clear()
-        loop._event_handlers.forget_firings()
-        status.last_record = None
 
     def _require_running(self, verb: str) -> None:
         if not self._status.is_running:
@@ -530,10 +429,9 @@ class Engine:
         """
         if self._status.is_running:
             raise RunError(f"engine {self._name!r} is running: reset() is for an engine at rest")
-        self._start_afresh()
+        self._course.begin_afresh()
         self._updates.reset()
         self._declared.update(check_declared(self._first_values))
-        self._limits, self._position, self._held = Limits(), None, None
 
     # ------------------------------------------------------------------ events
 
@@ -563,10 +461,11 @@ class Engine:
         if not events:
             raise HandlerError("an empty list of events was given: the handler would never be called")
         table = self._loop._event_handlers
-        for old in [old for one in events for old in replaced_by(handler, table.registrations(), one)]:
+        place = calling_place()
+        for old in [old for one in events for old in replaced_by(handler, place, table.registrations(one))]:
             table.drop(old)
-            _log.warning("handler %s replaces the one that this cell attached before", old.handler)
-        entries = [Registration(handler, one) for one in events]
+            _log.warning("handler %s replaces the one that this cell attached before", old.handler.__qualname__)
+        entries = [Registration(handler, one, place) for one in events]
         for entry in entries:
             table[entry.event].append(entry)
         return Handle(table, entries)
@@ -579,26 +478,33 @@ class Engine:
         """
         table = self._loop._event_handlers
         events = [find_event(one, self._events) for one in split_events(event)]
-        for one in events:
-            found = [entry for entry in table[one] if isinstance(entry, Registration) and entry.handler == handler]
-            if not found:
+        found = {one: [entry for entry in table.registrations(one) if entry.handler == handler] for one in events}
+        for one, entries in found.items():
+            if not entries:
                 raise HandlerError(f"handler {handler!r} is not attached to {event_name(one)}")
-            for entry in found:
-                table.drop(entry)
+        for entry in chain.from_iterable(found.values()):
+            table.drop(entry)
 
     def has_event_handler(self, handler: Handler, event: Any = None) -> bool:
-        """Say whether a handler is attached, to this event or to any."""
-        names = None if event is None else {event_name(one) for one in split_events(event)}
-        return any(
-            entry.handler == handler and (names is None or event_name(entry.event) in names)
-            for entry in self._loop._event_handlers.registrations()
-        )
+        """Say whether a handler is attached, to this event, to one of a ``|`` list, or to any.
+
+        Raises:
+            EventError: this engine fires no such event.
+        """
+        table = self._loop._event_handlers
+        events = [None] if event is None else [find_event(one, self._events) for one in split_events(event)]
+        return any(entry.handler == handler for one in events for entry in table.registrations(one))
 
     def register_events(self, *events: Any) -> None:
         """Add events of your own: texts, or the members of an ``EventEnum``; ``fire_event`` fires them.
 
         Filters on them count their firings in this engine.
+
+        Raises:
+            EventError: something else.
         """
+        for event in events:
+            check_custom_event(event)
         for event in events:
             self._loop.register_events(event)
             self._events.setdefault(event_name(event), event)
@@ -633,7 +539,12 @@ class Engine:
         theirs, the next ``run`` goes on exactly as this one would.
         """
         return save_engine(
-            self._loop, self._status, self._declared, self._limits, self._present_position(), self._updates
+            self._loop,
+            self._status,
+            self._declared,
+            self._course.limits,
+            self._course.position(self),
+            self._updates,
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -645,8 +556,7 @@ class Engine:
         """
         if self._status.is_running:
             raise RunError(f"engine {self._name!r} is running: load_state_dict() is for an engine at rest")
-        self._limits, self._position = load_engine(state, self._loop, self._status, self._declared, self._updates)
-        self._held = None
+        self._course.go_on_from(*load_engine(state, self._loop, self._status, self._declared, self._updates))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse to be copied or pickled: a copy would share the model and be half of a run."""

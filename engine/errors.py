@@ -103,6 +103,7 @@ class StrategyError(PellucidError, RuntimeError):
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return ``": did you mean 'x'?"`` for the nearest of the ``known`` names, or an empty string."""
-    nearest = difflib.get_close_matches(name, list(known), n=1)
-    return f": did you mean {nearest[0]!r}?" if nearest else ""
+    """Return ``": did you mean 'x'?"`` for the nearest of the ``known`` names, or a full stop if none is near."""
+    folded = {one.casefold(): one for one in known}
+    nearest = difflib.get_close_matches(name.casefold(), folded, n=1)
+    return f": did you mean {folded[nearest[0]]!r}?" if nearest else "."

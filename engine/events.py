@@ -1,47 +1,38 @@
-"""Events, their filters, and the table of handlers.
+"""Events and their filters.
 
 The names and filters are Ignite's; four events of the update are ours. An event is equal to Ignite's event of the
 same name, so either ``Events`` may be used with either engine. What differs, and why:
 
 - ``a | b`` makes a new list (Ignite's changes the left one when it is a list already).
 - A numeric filter is kept as a ``range`` or a tuple, so that asking whether it is due is one fast look-up.
-- The table notices every change, also one that an Ignite component makes on the lists by hand, and compiles an
-  event's handlers into plain calls at the next firing.
 """
 
 from __future__ import annotations
 
-import inspect
 import sys
-import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import TracebackType
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 from ignite.engine.events import CallableEventWithFilter
 from ignite.engine.events import EventEnum as IgniteEventEnum
 from ignite.engine.events import EventsList as IgniteEventsList
 
-from .errors import EventError, HandlerError, suggestion
+from .errors import EventError, suggestion
 
 __all__ = [
     "FIRING_ORDER",
-    "Call",
     "EventEnum",
     "EventLike",
     "Events",
     "EventsList",
     "FilteredEvent",
-    "Handle",
-    "HandlerTable",
-    "Registration",
-    "check_signature",
+    "When",
+    "check_custom_event",
     "event_name",
+    "find_event",
     "split_events",
 ]
 
-Call = Callable[[Any, Any], Any]
 When = range | tuple[int, ...] | Callable[[Any, int], bool] | None
 
 
@@ -56,6 +47,10 @@ class EventsList(IgniteEventsList):
         combined._events = [*self._events, *split_events(other)]
         return combined
 
+    def __ror__(self, other: Any) -> EventsList:
+        """Return a new list, also where the left one is Ignite's."""
+        return EventsList().__or__(other).__or__(self)
+
     def __repr__(self) -> str:
         """Show the events as they were written."""
         return " | ".join(map(repr, self._events))
@@ -69,6 +64,10 @@ class FilteredEvent(CallableEventWithFilter):
 
     when: When
     text: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse a second filter, which would take the place of the first."""
+        raise EventError(f"{self.text} has its filter already: write one filter, or an event_filter of your own")
 
     def __or__(self, other: Any) -> EventsList:
         """Return a new list of this event and ``other``."""
@@ -144,7 +143,8 @@ def _filtered(
     elif once is not None:
         event.when = (once,) if isinstance(once, int) else tuple(once)
     elif before is None and after is None:
-        event.when = None if every == 1 else range(every or 1, sys.maxsize, every or 1)
+        assert every is not None, "Ignite asks for one of its arguments"
+        event.when = None if every == 1 else range(0, sys.maxsize, every)
     else:
         # with a border Ignite counts `every` from the first count inside it
         event.when = range((after or 0) + 1, sys.maxsize if before is None else before, every or 1)
@@ -210,228 +210,6 @@ def split_events(event: Any) -> list[Any]:
     return list(event) if isinstance(event, IgniteEventsList) else [event]
 
 
-def check_signature(function: Any, role: str) -> None:
-    """Refuse a step or handler that cannot be called as ``(engine, batch)``, by looking, never by calling.
-
-    Raises:
-        HandlerError: not callable, another signature, or a coroutine or generator function, which a plain call
-            would not run.
-    """
-    if not callable(function):
-        raise HandlerError(f"a {role} must be callable as {role}(engine, batch), got {function!r}")
-    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-        raise HandlerError(
-            f"{role} {function!r} is a coroutine or generator function: calling it runs nothing. "
-            f"Write a plain function {role}(engine, batch)"
-        )
-    try:
-        signature = inspect.signature(function)
-    except (ValueError, TypeError):
-        return  # some built-in callables have no signature to look at
-    try:
-        signature.bind(object(), object())
-    except TypeError as error:
-        name = getattr(function, "__name__", repr(function))
-        raise HandlerError(
-            f"{role} {name}{signature} cannot be called as (engine, batch): {error}. "
-            f"Every step and every handler takes exactly these two: def {name}(engine, batch)"
-        ) from None
-
-
-class Registration(tuple[Any, tuple[Any, ...], dict[str, Any]]):
-    """One handler of ours on one event.
-
-    It unpacks like the triples Ignite keeps, so Ignite's own components can walk the table.
-    """
-
-    event: Any
-    when: When
-    seen: set[int]
-
-    def __new__(cls, handler: Call, event: Any) -> Registration:
-        """Make the registration of ``handler`` on ``event``."""
-        self = super().__new__(cls, (handler, (), {}))
-        self.event = event
-        self.when = getattr(event, "when", getattr(event, "filter", None))
-        self.seen = set()  # counts a `once` filter has fired at
-        return self
-
-    @property
-    def handler(self) -> Call:
-        """The user's function."""
-        handler: Call = self[0]
-        return handler
-
-    def is_due(self, engine: Any, count: int) -> bool:
-        """Say whether the filter lets this count pass."""
-        when = self.when
-        if isinstance(when, range):
-            return count in when
-        if isinstance(when, tuple):
-            due = count in when and count not in self.seen
-            if due:
-                self.seen.add(count)
-            return due
-        return when is None or bool(when(engine, count))
-
-
-class Handlers(list[Any]):
-    """The handlers of one event in firing order: ours, and Ignite's triples.
-
-    ``calls`` are the handlers compiled to plain functions of ``(engine, batch)``; ``filters`` are the registrations
-    that stand behind them where any handler has a filter, else None.
-    """
-
-    calls: tuple[Call, ...] | None = None
-    filters: tuple[Registration | None, ...] | None = None
-    quiet_from: int = 0
-    quiet_until: int = 0
-
-    def compile(self) -> tuple[Call, ...]:
-        """Turn the entries into plain calls; done at the first firing after a change."""
-        ours = [entry if isinstance(entry, Registration) else None for entry in self]
-        self.filters = tuple(ours) if any(entry is not None and entry.when is not None for entry in ours) else None
-        self.calls = tuple(entry[0] if isinstance(entry, Registration) else _ignite_call(*entry) for entry in self)
-        self.quiet_from = self.quiet_until = 0
-        return self.calls
-
-    def due(self, engine: Any, count: int) -> Iterable[Call]:
-        """Yield the calls whose filter lets ``count`` pass, asking each filter just before its turn."""
-        if self.quiet_from <= count < self.quiet_until:
-            return ()
-        return self._ask(engine, count)
-
-    def _ask(self, engine: Any, count: int) -> Iterator[Call]:
-        assert self.calls is not None and self.filters is not None
-        calls, filters = self.calls, self.filters
-        self.quiet_from, self.quiet_until = count + 1, min(_next_due(entry, count) for entry in filters)
-        for call, entry in zip(calls, filters, strict=True):
-            if entry is None or entry.is_due(engine, count):
-                yield call
-
-
-def _next_due(entry: Registration | None, count: int) -> int:
-    """Return the next count at which an entry may be due, without which its filter need not be asked."""
-    when = None if entry is None else entry.when
-    if isinstance(when, range):
-        passed = 0 if count < when.start else (count - when.start) // when.step + 1
-        return when[passed] if passed < len(when) else sys.maxsize
-    if isinstance(when, tuple):
-        return min((n for n in when if n > count), default=sys.maxsize)
-    return count + 1
-
-
-def _changing(name: str) -> Any:
-    def method(self: Handlers, *args: Any, **kwargs: Any) -> Any:
-        self.calls = None
-        return getattr(list, name)(self, *args, **kwargs)
-
-    method.__name__ = name
-    return method
-
-
-for _name in ("append", "extend", "insert", "remove", "pop", "clear", "reverse", "sort", "__setitem__", "__delitem__",
-              "__iadd__", "__imul__"):  # fmt: skip
-    setattr(Handlers, _name, _changing(_name))
-del _name
-
-
-def _ignite_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Return a call of ``(engine, batch)`` for a handler kept in Ignite's convention."""
-    if not (args and isinstance(args[0], weakref.ref)):
-        return lambda engine, batch: func(*args, **kwargs)
-    reference, rest = args[0], args[1:]
-
-    def call(engine: Any, batch: Any) -> Any:
-        return func(resolve(reference), *rest, **kwargs)
-
-    return call
-
-
-def resolve(reference: Any) -> Any:
-    """Return what a weak reference to an engine points at."""
-    engine = reference()
-    if engine is None:
-        raise RuntimeError("Engine reference not resolved. Cannot execute event handler.")
-    return engine
-
-
-class HandlerTable(defaultdict[Any, Handlers]):
-    """All handlers of one engine: event -> :class:`Handlers`, also found by the event's bare name.
-
-    It stands where Ignite keeps its ``_event_handlers``.
-    """
-
-    def __init__(self) -> None:
-        """Make an empty table."""
-        super().__init__(Handlers)
-        self.by_name: dict[str, Handlers] = {}
-
-    def __missing__(self, event: Any) -> Handlers:
-        """Make the list of an event that has no handler yet."""
-        self[event] = Handlers()
-        return self[event]
-
-    def __setitem__(self, event: Any, entries: Iterable[Any]) -> None:
-        """Put a new list in place, as Ignite does when it removes a handler."""
-        handlers = entries if isinstance(entries, Handlers) else Handlers(entries)
-        super().__setitem__(event, handlers)
-        self.by_name[event_name(event)] = handlers
-
-    def registrations(self) -> Iterator[Registration]:
-        """Yield every handler of ours, event by event."""
-        for handlers in self.values():
-            for entry in handlers:
-                if isinstance(entry, Registration):
-                    yield entry
-
-    def drop(self, entry: Registration) -> bool:
-        """Take one registration out; say whether it was there."""
-        handlers = self[entry.event]
-        kept = [other for other in handlers if other is not entry]
-        found = len(kept) < len(handlers)
-        if found:
-            handlers[:] = kept
-        return found
-
-    def forget_firings(self) -> None:
-        """Let every ``once`` filter fire again, for an engine that begins afresh."""
-        for entry in self.registrations():
-            entry.seen.clear()
-        for handlers in self.values():
-            handlers.calls = None
-
-
-_H = TypeVar("_H", bound="Handle")
-
-
-class Handle:
-    """What ``add_event_handler`` returns: takes the handler off again.
-
-    Also a context manager, for a handler that belongs to one run only. It keeps no engine alive.
-    """
-
-    def __init__(self, table: HandlerTable, entries: Sequence[Registration]) -> None:
-        """Keep the entries and a weak reference to the table they are in."""
-        self._table = weakref.ref(table)
-        self._entries = tuple(entries)
-
-    def remove(self) -> None:
-        """Take the handler off; does nothing when it is off already."""
-        table = self._table()
-        if table is not None:
-            for entry in self._entries:
-                table.drop(entry)
-
-    def __enter__(self: _H) -> _H:
-        """Return the handle itself."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Take the handler off."""
-        self.remove()
-
-
 def find_event(event: Any, registered: dict[str, Any]) -> Any:
     """Return the event to attach to, or say which ones there are.
 
@@ -442,37 +220,18 @@ def find_event(event: Any, registered: dict[str, Any]) -> Any:
         raise EventError(f"an event was wanted, such as Events.EPOCH_COMPLETED, got {event!r}")
     name = event_name(event)
     if name not in registered:
-        known = [*registered, *(getattr(e, "value", e) for e in registered.values())]
         raise EventError(
-            f"this engine fires no event {name!r}{suggestion(name, known)} Events of your own are registered "
+            f"this engine fires no event {name!r}{suggestion(name, registered)} Events of your own are registered "
             f"first: engine.register_events({name!r}). It fires: {', '.join(registered)}"
         )
     return registered[name] if isinstance(event, str) else event
 
 
-def replaced_by(handler: Any, entries: Iterable[Registration], event: Any) -> list[Registration]:
-    """Return the registrations that a re-run notebook cell means to replace by ``handler``.
+def check_custom_event(event: Any) -> None:
+    """Refuse what cannot be registered as an event.
 
-    They are those of the same qualified name in ``__main__`` on the same event whose code object is another one:
-    closures made in one loop share theirs and are all kept, and so are two functions of one name in one cell.
+    Raises:
+        EventError: neither a text nor a member of an ``EventEnum``.
     """
-    code = _main_code(handler)
-    if code is None:
-        return []
-    name = handler.__qualname__
-    lambdas = name.endswith("<lambda>")
-
-    def is_earlier(entry: Registration) -> bool:
-        other = _main_code(entry.handler)
-        if other is None or other is code or entry.handler.__qualname__ != name or entry.event != event:
-            return False
-        same_place = (other.co_filename, other.co_firstlineno) == (code.co_filename, code.co_firstlineno)
-        return same_place or (not lambdas and other.co_filename != code.co_filename)
-
-    return [entry for entry in entries if is_earlier(entry)]
-
-
-def _main_code(handler: Any) -> Any:
-    if getattr(handler, "__module__", None) != "__main__" or not hasattr(handler, "__qualname__"):
-        return None
-    return getattr(handler, "__code__", None)
+    if not isinstance(event, str | IgniteEventEnum):
+        raise EventError(f"register_events takes texts and members of an EventEnum, such as *MyEvents, got {event!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +30,9 @@ class Limits:
             raise LimitError(f"give max_epochs={max_epochs!r} or max_iters={max_iters!r}, not both")
         named = {"max_epochs": max_epochs, "max_iters": max_iters, "epoch_length": epoch_length}
         for name, value in named.items():
-            if value is not None and (isinstance(value, bool) or not hasattr(value, "__index__") or value < 1):
+            if value is not None and (_whole(value) or 0) < 1:
                 raise LimitError(f"{name} must be a whole number of at least 1, got {value!r}")
-        return cls(**{name: None if value is None else int(value) for name, value in named.items()})
+        return cls(*(None if value is None else _whole(value) for value in named.values()))
 
     def over(self, earlier: Limits) -> Limits:
         """Return these limits, with what the caller left open taken from the run before, else one epoch."""
@@ -64,3 +65,13 @@ class Limits:
         if self.max_iters is not None:
             return iteration >= self.max_iters
         return not epoch_open and self.max_epochs is not None and epoch >= self.max_epochs
+
+
+def _whole(value: Any) -> int | None:
+    """Return a number as an int, None for one that is not whole."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None

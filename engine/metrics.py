@@ -10,7 +10,7 @@ from torch import nn
 
 from .errors import HandlerError
 from .events import Events
-from .state import is_recordable
+from .records import is_recordable
 
 __all__ = ["attach_metrics"]
 
@@ -81,7 +81,10 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class _TorchMetric:
-    """Drives a torchmetrics metric: a tuple from the step becomes ``update(*output)``, a dict ``update(**output)``."""
+    """Drives a torchmetrics metric: a tuple from the step becomes ``update(*output)``, a dict ``update(**output)``.
+
+    A dict with ``y_pred`` and ``y``, as Ignite's metrics take it too, becomes ``update(y_pred, y)``.
+    """
 
     def __init__(self, metric: Any, name: str) -> None:
         self.metric = metric
@@ -98,7 +101,9 @@ class _TorchMetric:
 
     def update(self, engine: Any, batch: Any) -> None:
         output = engine.state.output
-        if isinstance(output, Mapping):
+        if isinstance(output, Mapping) and {"y_pred", "y"} <= output.keys():
+            self.metric.update(output["y_pred"], output["y"])
+        elif isinstance(output, Mapping):
             self.metric.update(**output)
         elif isinstance(output, tuple | list):
             self.metric.update(*output)

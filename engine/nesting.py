@@ -1,16 +1,18 @@
 """Inner runs: which engines are running in this thread, and what a run puts back when it ends.
 
 A run that starts while another one is running in the same thread must not change it. In one ``finally``, whatever
-happened inside: the train/eval flag of every sub-module; gradients that were pending; grad and inference mode, autocast
-and its weight cache, the current device; the random state of Python, NumPy, torch and every device; the data's own
-generators.
+happened inside: the train/eval flag of every sub-module; gradients that were pending, and which parameters want any;
+buffers, such as batch statistics; grad and inference mode, autocast and its weight cache, the current device; the
+random state of Python, NumPy, torch and every device; the data's own generators. That goes for the models and the data
+of all runs around it, whether the inner engine was given them or its step only knows them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -21,9 +23,25 @@ from .rng import GeneratorStates, RandomState
 from .state import StateView
 from .strategies.ambient import fresh_modes
 
-__all__ = ["Running", "active", "refuse_reentry", "run_scope"]
+__all__ = ["Running", "active", "as_found_again", "refuse_reentry", "run_scope"]
 
 _active: ContextVar[tuple[Any, ...]] = ContextVar("pellucid_active", default=())
+
+
+class _Randomness:
+    """All that is random at one moment: the global state, and that of the data's own generators."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+        self.random = RandomState()
+        self.generators = GeneratorStates(data)
+
+    def put_back(self) -> None:
+        self.random.restore()
+        self.generators.put_back()
+
+
+_left: ContextVar[tuple[_Randomness, ...]] = ContextVar("pellucid_left", default=())  # by the runs around another
 
 
 class Running(Protocol):
@@ -36,6 +54,10 @@ class Running(Protocol):
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """The modules it was given."""
+
+    @property
+    def optimizer(self) -> Any:
+        """Its optimizer, a mapping of them, or None."""
 
     @property
     def name(self) -> str:
@@ -61,32 +83,68 @@ def refuse_reentry(engine: Running) -> None:
         )
     if engine.state.mode != "train" or not outer:
         return
-    inside = {id(module) for other in outer for root in other.modules for module in root.modules()}
-    if any(id(module) in inside for root in engine.modules for module in root.modules()):
+    inside = {id(part) for part in _modules_and_parameters(*outer)}
+    if any(id(part) in inside for part in chain(_modules_and_parameters(engine), _optimized(engine))):
         raise RunError(
             f"engine {engine.name!r} trains the model of the run around it, which an inner run must not change. Train "
             'a copy: engine.fork(step, mode="train", model="copy", optimizer=lambda params: SGD(params, lr))'
         )
 
 
+def _modules_and_parameters(*engines: Running) -> Iterator[object]:
+    for root in chain.from_iterable(engine.modules for engine in engines):
+        yield from root.modules()
+        yield from root.parameters()
+
+
+def _optimized(engine: Running) -> Iterator[object]:
+    given = engine.optimizer
+    for optimizer in given.values() if isinstance(given, Mapping) else (given,):
+        for group in () if optimizer is None else optimizer.param_groups:
+            yield from group["params"]
+
+
 @contextmanager
-def run_scope(engine: Running, data: Any) -> Iterator[None]:
-    """Make an engine the running one; as an inner run, put everything back in the end."""
+def run_scope(engine: Running, *data: Any) -> Iterator[None]:
+    """Make an engine the running one; as an inner run, put everything back in the end.
+
+    Args:
+        engine: the engine.
+        data: what it, and the runs around it, iterate.
+    """
     outer = active()
     train = engine.state.mode == "train"
+    own = () if train else engine.modules
+    around = tuple(chain.from_iterable(other.modules for other in outer))
     with ExitStack() as stack:
         stack.callback(_active.reset, _active.set((*outer, engine)))
         if outer:
-            stack.callback(GeneratorStates(data).restore, data)
-            stack.callback(RandomState().restore)
-        if outer or not train:
-            flags = _flags(engine.modules)
-            stack.callback(_restore_flags, flags)
-        if outer and not train:
-            stack.callback(_restore_gradients, _take_gradients(engine.modules))
+            randomness = _Randomness(data)
+            stack.callback(_left.reset, _left.set((*_left.get(), randomness)))
+            stack.callback(randomness.put_back)
+        stack.callback(_restore_flags, _flags((*around, *own)))
+        if outer:
+            stack.callback(_restore_gradients, _take_gradients((*around, *own)))
+            stack.callback(_restore_buffers, _buffers(around))
         stack.enter_context(fresh_modes(train) if outer else _outermost_modes(train))
         _set_flags(engine.modules, train)
         yield
+
+
+@contextmanager
+def as_found_again(engine: Running) -> Iterator[None]:
+    """Let a running engine be saved with the random state that it will find again when the runs inside have ended."""
+    places = [place for place, running in enumerate(active()) if running is engine]
+    left = _left.get()[places[0] :] if places else ()
+    if not left:
+        yield
+        return
+    now = _Randomness(left[0].data)
+    left[0].put_back()
+    try:
+        yield
+    finally:
+        now.put_back()
 
 
 def _outermost_modes(train: bool) -> Any:
@@ -94,8 +152,13 @@ def _outermost_modes(train: bool) -> Any:
     return fresh_modes(train) if train and torch.is_inference_mode_enabled() else torch.set_grad_enabled(train)
 
 
+def _modules(roots: Iterable[nn.Module]) -> Iterable[nn.Module]:
+    """Return every module once, a parent before its parts."""
+    return {id(module): module for root in roots for module in root.modules()}.values()
+
+
 def _flags(roots: Iterable[nn.Module]) -> list[tuple[nn.Module, bool]]:
-    return [(module, module.training) for root in roots for module in root.modules()]
+    return [(module, module.training) for module in _modules(roots)]
 
 
 def _set_flags(roots: Iterable[nn.Module], train: bool) -> None:
@@ -109,19 +172,41 @@ def _set_flags(roots: Iterable[nn.Module], train: bool) -> None:
 def _restore_flags(flags: list[tuple[nn.Module, bool]]) -> None:
     for module, training in flags:
         if module.training != training:
+            module.train(training)  # its own method: some modules do more there, such as merging weights
+    for module, training in flags:
+        if module.training != training:
             module.training = training
 
 
-def _take_gradients(roots: Iterable[nn.Module]) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
+def _take_gradients(roots: Iterable[nn.Module]) -> list[tuple[nn.Parameter, bool, torch.Tensor | None]]:
     """Take pending gradients off the parameters: a backward inside must not add to them."""
-    gradients = [(parameter, parameter.grad) for root in roots for parameter in root.parameters()]
-    for parameter, gradient in gradients:
+    parameters = {id(parameter): parameter for root in roots for parameter in root.parameters()}.values()
+    taken = [(parameter, parameter.requires_grad, parameter.grad) for parameter in parameters]
+    for parameter, _, gradient in taken:
         if gradient is not None:
             parameter.grad = None
-    return gradients
+    return taken
 
 
-def _restore_gradients(gradients: list[tuple[nn.Parameter, torch.Tensor | None]]) -> None:
-    for parameter, gradient in gradients:
+def _restore_gradients(taken: list[tuple[nn.Parameter, bool, torch.Tensor | None]]) -> None:
+    for parameter, requires_grad, gradient in taken:
         if parameter.grad is not gradient:
             parameter.grad = gradient
+        if parameter.requires_grad != requires_grad:
+            parameter.requires_grad_(requires_grad)
+
+
+def _buffers(roots: Iterable[nn.Module]) -> list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]:
+    return [
+        (module, name, buffer, buffer.detach().clone())
+        for module in _modules(roots)
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+
+
+def _restore_buffers(buffers: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]) -> None:
+    for module, name, buffer, before in buffers:
+        if getattr(module, name, None) is not buffer:
+            setattr(module, name, buffer)
+        # by `data`, which autograd does not take for a change: the outer step may be between forward and backward
+        buffer.data.copy_(before)

@@ -9,14 +9,19 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
+from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 __all__ = ["GeneratorStates", "RandomState", "find_generators"]
 
-_DATA_ATTRIBUTES = ("sampler", "batch_sampler", "dataset", "datasets", "generator")
+# what keeps no generator; an iterator of a loader belongs to one run, and is not there in another
+_LEAVES = (str, bytes, int, float, complex, type, type(None), ModuleType, torch.Tensor, _BaseDataLoaderIter)
+_SHORT, _MOST_PARTS = 100, 10_000
+_EMPTY_CELL = CellType()
 
 
 class RandomState:
@@ -78,13 +83,21 @@ class GeneratorStates:
     """The states of the generators that a data source keeps: its own, its sampler's, its data set's."""
 
     def __init__(self, data: Any) -> None:
-        """Capture the states as they are now; generators are found again by their place, in order."""
-        self.states = [_get_state(generator) for generator in find_generators(data)]
+        """Capture the states as they are now."""
+        self._generators = find_generators(data)
+        self.states = [_get_state(generator) for generator in self._generators]
+
+    def put_back(self) -> None:
+        """Put the states back into the very generators they were taken from."""
+        for generator, state in zip(self._generators, self.states, strict=True):
+            _set_state(generator, state)
 
     def restore(self, data: Any) -> None:
-        """Put the states back into ``data``, or into data built the same way."""
-        for generator, state in zip(find_generators(data), self.states, strict=False):
-            _set_state(generator, state)
+        """Put the states into data built the same way, by place; data with other generators is left alone."""
+        generators = find_generators(data)
+        if [_kind(_get_state(generator)) for generator in generators] == [_kind(state) for state in self.states]:
+            for generator, state in zip(generators, self.states, strict=True):
+                _set_state(generator, state)
 
     def state_dict(self) -> list[Any]:
         """Return the states as tensors and plain numbers."""
@@ -93,7 +106,7 @@ class GeneratorStates:
     @classmethod
     def from_state_dict(cls, states: list[Any]) -> GeneratorStates:
         """Return what ``state_dict`` was made of."""
-        self = cls.__new__(cls)
+        self = cls(None)
         self.states = [_from_plain(state) for state in states]
         return self
 
@@ -101,35 +114,39 @@ class GeneratorStates:
 def find_generators(data: Any) -> list[Any]:
     """Return the random generators (torch, Python, NumPy) that ``data`` keeps, always in the same order.
 
-    Looks into the data itself, and into the loaders, samplers and data sets it is made of.
+    Looks into the loaders, samplers, data sets and transforms it is made of, wherever they keep one: in an attribute, a
+    short list, a function's closure. Not into what a function takes from its module.
     """
     found: list[Any] = []
-    seen: set[int] = set()
-    _walk(data, found, seen, top=True)
+    seen: dict[int, Any] = {}
+    left = [data]
+    while left and len(seen) < _MOST_PARTS:
+        value = left.pop()
+        if isinstance(value, _LEAVES) or id(value) in seen:
+            continue
+        seen[id(value)] = value  # the value too: an id names an object only while that lives
+        if _is_generator(value):
+            found.append(value)
+        else:
+            left.extend(_parts(value))
     return found
 
 
-def _walk(value: Any, found: list[Any], seen: set[int], top: bool = False) -> None:
-    if id(value) in seen:
+def _parts(value: Any) -> Iterator[Any]:
+    """Yield what may keep a generator; not the samples: a container of many things."""
+    if isinstance(value, list | tuple | dict):
+        if len(value) <= _SHORT:
+            yield from value.values() if isinstance(value, dict) else value
         return
-    seen.add(id(value))
-    if _is_generator(value):
-        found.append(value)
-        return
-    if isinstance(value, list | tuple):
-        for part in value:
-            if isinstance(part, Dataset | DataLoader):
-                _walk(part, found, seen)
-        return
+    if isinstance(value, MethodType | BuiltinMethodType):
+        yield value.__self__
+    elif isinstance(value, partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, FunctionType):
+        yield from (cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY_CELL)
     attributes = getattr(value, "__dict__", None)
-    if not isinstance(attributes, dict) or isinstance(value, torch.nn.Module):
-        return
-    inside = top or isinstance(value, DataLoader | Sampler | Dataset)
-    for name, part in list(attributes.items()):
-        if name in _DATA_ATTRIBUTES or isinstance(part, DataLoader | Sampler | Dataset):
-            _walk(part, found, seen, top=name in _DATA_ATTRIBUTES)
-        elif inside and _is_generator(part):
-            _walk(part, found, seen)
+    if isinstance(attributes, dict):
+        yield from list(attributes.values())
 
 
 def _is_generator(value: Any) -> bool:
@@ -145,6 +162,13 @@ def _get_state(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()
     return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state()
+
+
+def _kind(state: Any) -> Any:
+    """Return what two states have in common of which one may be put in the other's place."""
+    if isinstance(state, torch.Tensor):
+        return state.numel()
+    return state["bit_generator"] if isinstance(state, dict) else (type(state[0]), len(state))
 
 
 def _set_state(generator: Any, state: Any) -> None:

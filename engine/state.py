@@ -1,181 +1,26 @@
 """``engine.state``: what user code may read of a run, and the few fields it may write.
 
-Three things: the *view* that steps and handlers are given, which reads through to the loop and lets only declared
-fields be written; the *snapshot*, a frozen and picklable copy; and *records*, the one way to publish a number.
+The *view* that steps and handlers are given reads through to the loop and lets only declared fields be written; the
+*snapshot* is a frozen and picklable copy.
 """
 
 from __future__ import annotations
 
 import copy
+import keyword
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from numbers import Number
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
 
-from .errors import MetricError, RecordError, StateError, suggestion
+from .errors import StateError, suggestion
 from .nested import map_nested
+from .records import MetricsView, Record
 
-_MOST_RECORDS = 100  # that may come out of one
-
-__all__ = [
-    "Announcements",
-    "MetricsView",
-    "Record",
-    "RunStatus",
-    "StateSnapshot",
-    "StateView",
-    "check_declared",
-    "check_record",
-]
-
-
-class MetricsView(Mapping[str, Any]):
-    """Recorded metrics by name, read-only. A scalar reads as a Python number, anything larger as it is.
-
-    Reading a number that lies on a device waits for the device, once; nothing else does.
-    """
-
-    __slots__ = ("_values",)
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        """Look at ``values``, which stay where they are."""
-        self._values = values
-
-    def __getitem__(self, name: str) -> Any:
-        """Return a metric.
-
-        Raises:
-            MetricError: nobody has recorded a metric of this name.
-        """
-        try:
-            value = self._values[name]
-        except KeyError:
-            recorded = ", ".join(map(repr, self._values)) or "nothing"
-            raise MetricError(
-                f"no metric {name!r} has been recorded{suggestion(str(name), self._values)} Recorded so far: {recorded}"
-            ) from None
-        number = _as_number(value)
-        if number is not value:
-            self._values[name] = number
-        return number
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over the names, in the order of their first record."""
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        """Return how many metrics there are."""
-        return len(self._values)
-
-    def __contains__(self, name: object) -> bool:
-        """Say whether a metric was recorded, without reading it."""
-        return name in self._values
-
-    def raw(self) -> dict[str, Any]:
-        """Return the values unread: tensors stay on their device, and nothing waits."""
-        return dict(self._values)
-
-    def copy(self) -> MetricsView:
-        """Return a view of a copy, which later records do not change. Nothing waits."""
-        return MetricsView(dict(self._values))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the numbers."""
-        return MetricsView, ({name: self[name] for name in self},)
-
-    def __repr__(self) -> str:
-        """Show names and numbers."""
-        return repr({name: self[name] for name in self})
-
-
-@dataclass(frozen=True)
-class Record:
-    """What one call of ``engine.record`` published, and when.
-
-    Attributes:
-        values: the metrics of this call alone.
-        epoch: the epoch, iteration and updates of the engine that recorded it, at that moment.
-    """
-
-    values: MetricsView
-    epoch: int
-    iteration: int
-    updates: int
-
-
-class Announcements:
-    """Records on their way to the handlers of ``METRICS_RECORDED``: one after the other, also those a handler makes."""
-
-    def __init__(self) -> None:
-        """Start with none."""
-        self._waiting: list[Record] = []
-
-    def announce(self, record: Record, status: RunStatus, fire: Callable[[], None]) -> None:
-        """Make ``record`` the last one and fire; a record made inside the firing waits for its end.
-
-        Raises:
-            RecordError: the handlers record something at every record, so that there would be no end.
-        """
-        self._waiting.append(record)
-        if len(self._waiting) > 1:
-            return
-        announced = 0
-        try:
-            while self._waiting:
-                status.last_record = self._waiting[0]
-                fire()
-                del self._waiting[0]
-                announced += 1
-                if announced > _MOST_RECORDS:
-                    raise RecordError(
-                        f"{announced} records came out of one: a handler of METRICS_RECORDED records at every record. "
-                        "Let it look at engine.state.last_record first"
-                    )
-        finally:
-            self._waiting.clear()
-
-
-def _as_number(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.item() if value.ndim == 0 else value  # waits for the device
-    if isinstance(value, Number):
-        return value.item() if hasattr(value, "item") else value
-    return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
-
-
-def check_record(metrics: Any) -> dict[str, Any]:
-    """Return what ``engine.record`` keeps: numbers as they are, tensors and arrays detached and copied.
-
-    Raises:
-        RecordError: not a mapping, a name that is no text, a value that is no number, tensor or array.
-    """
-    if not isinstance(metrics, Mapping) or not metrics:
-        raise RecordError(f'record takes a mapping of names to numbers, such as {{"val/loss": 0.5}}, got {metrics!r}')
-    kept = {}
-    for name, value in metrics.items():
-        if not isinstance(name, str) or not name:
-            raise RecordError(f"the name of a metric must be a text, got {name!r} for the value {value!r}")
-        kept[name] = _kept(name, value)
-    return kept
-
-
-def _kept(name: str, value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()  # a copy: the tensor may be a running sum that goes on
-    if isinstance(value, Number) or is_recordable(value):
-        return copy.copy(value)
-    raise RecordError(f"metric {name!r} must be a number, tensor or array, got {type(value).__name__}: {value!r}")
-
-
-def is_recordable(value: Any) -> bool:
-    """Say whether ``engine.record`` takes a value: a number, a tensor, an array of numbers."""
-    if isinstance(value, torch.Tensor | Number):
-        return True
-    return hasattr(value, "ndim") and getattr(getattr(value, "dtype", None), "kind", "") in tuple("biufc")
+__all__ = ["RunStatus", "StateSnapshot", "StateView", "check_declared"]
 
 
 @dataclass
@@ -192,6 +37,10 @@ class RunStatus:
     updating: str | None = None
     depth: int = 0
     parent: StateView | None = None
+
+    def see(self, record: Record) -> None:
+        """Let a record be the last one."""
+        self.last_record = record
 
 
 def _field(path: str, doc: str, read: Callable[[Any], Any] | None = None) -> Any:
@@ -253,9 +102,9 @@ class StateView:
         raise StateError(_unknown(name, declared))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Write a declared field."""
+        """Write a declared field. Tensors in it are detached: a graph would keep a whole iteration alive."""
         if name in self._declared:
-            self._declared[name] = value
+            self._declared[name] = _without_graph(value)
         else:
             _refuse_write(name, self._declared)
 
@@ -270,7 +119,7 @@ class StateView:
     def snapshot(self) -> StateSnapshot:
         """Return a frozen copy that later iterations do not change. Does not wait for the device."""
         values = {name: _frozen(name, getattr(self, name)) for name in FIELDS}
-        values |= {name: _copied(value) for name, value in self._declared.items()}
+        values |= {name: _copied(name, value) for name, value in self._declared.items()}
         return StateSnapshot(values)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateSnapshot:
@@ -352,11 +201,11 @@ def check_declared(fields: Any) -> dict[str, Any]:
         raise StateError(f'state= takes the fields you declare and their first values, {{"best": 0.0}}, got {fields!r}')
     taken = set(dir(StateView)) | set(FIELDS)
     for name in fields:
-        if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
+        if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
             raise StateError(f"a declared field needs a plain name such as 'best', got {name!r}")
         if name in taken or hasattr(StateView, name) or name == "snapshot":
             raise StateError(f"state field {name!r} cannot be declared: engine.state.{name} exists already")
-    return {name: _copied(value) for name, value in fields.items()}
+    return {name: _copied(name, value) for name, value in fields.items()}
 
 
 def _unknown(name: str, declared: Mapping[str, Any], owner: str = "engine.state") -> str:
@@ -377,19 +226,30 @@ def _refuse_write(name: str, declared: Mapping[str, Any]) -> NoReturn:
     raise StateError(_unknown(name, declared))
 
 
-def _copied(value: Any) -> Any:
+def _without_graph(value: Any) -> Any:
+    return map_nested(value, lambda tensor: tensor if tensor.is_leaf else tensor.detach())
+
+
+def _copied(name: str, value: Any) -> Any:
     try:
-        return copy.deepcopy(value)
+        return copy.deepcopy(_without_graph(value))
     except Exception as error:
         raise StateError(
-            f"a declared state field must be copyable data, but copying this {type(value).__name__} failed "
+            f"the declared field {name!r} must be copyable data, but copying this {type(value).__name__} failed "
             f"({type(error).__name__}: {error}): keep it in a variable of your own"
         ) from error
 
 
+def _copied_output(value: Any) -> Any:
+    try:
+        return copy.deepcopy(_without_graph(value))
+    except Exception:  # a step may return what is no data: such an output is shown as it is, but for its tensors
+        return map_nested(value, lambda tensor: tensor.detach().clone())
+
+
 def _frozen(name: str, value: Any) -> Any:
     if name == "output":
-        return map_nested(value, lambda tensor: tensor.detach().clone())
+        return _copied_output(value)
     if name == "exception":
         return None if value is None else f"{type(value).__name__}: {value}"
     if isinstance(value, MappingProxyType):

@@ -5,14 +5,13 @@ The steps are public, to be used in an ``Engine`` of one's own or as a model for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .engine import Engine, Step
-from .errors import DataError
+from .errors import DataError, HandlerError
 
 __all__ = [
     "create_supervised_evaluator",
@@ -25,7 +24,15 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 
 def supervised_training_step(loss_fn: LossFunction) -> Step:
-    """Return a step that makes one update from a batch ``(x, y)`` and returns ``{"loss", "y_pred", "y"}``."""
+    """Return a step that makes one update from a batch ``(x, y)`` and returns ``{"loss", "y_pred", "y"}``.
+
+    Raises:
+        HandlerError: ``loss_fn`` cannot be called, or is a class.
+    """
+    if not callable(loss_fn) or isinstance(loss_fn, type):
+        raise HandlerError(
+            f"loss_fn is called as loss_fn(y_pred, y), such as F.cross_entropy or nn.MSELoss(), got {loss_fn!r}"
+        )
 
     def train_step(engine: Engine, batch: Any) -> dict[str, Any]:
         x, y = _pair(batch)
@@ -75,8 +82,11 @@ def create_supervised_evaluator(model: nn.Module, metrics: Mapping[str, Any] | N
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:
-    if isinstance(batch, torch.Tensor) or not hasattr(batch, "__len__") or len(batch) != 2:
-        kind = f"{type(batch).__name__} of {len(batch)}" if hasattr(batch, "__len__") else type(batch).__name__
-        raise DataError(f"the supervised steps take batches (x, y), got a {kind}: write a step of your own for others")
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        size = "" if isinstance(batch, Tensor) or not isinstance(batch, Sized) else f" of {len(batch)}"
+        raise DataError(
+            f"the supervised steps take batches (x, y), got a {type(batch).__name__}{size}: write a step of your own "
+            "for others"
+        )
     x, y = batch
     return x, y

@@ -14,21 +14,18 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .errors import CheckpointError, UpdateError, suggestion
 from .events import Events
+from .optimizers import drop_gradients, gradients_of, has_gradient, held_by, trained_by, zero_gradients
 from .state import RunStatus
 from .strategies import Strategy
 from .windows import Weight, Window, multiply
 
-__all__ = ["OptimizerFactory", "Optimizers", "Updates", "build_optimizers"]
+__all__ = ["Updates"]
 
-OptimizerFactory = Callable[[Any], Optimizer]
-Optimizers = Optimizer | Mapping[str, Optimizer] | None
-_ONLY = "optimizer"  # the name of an optimizer that was not given in a mapping
 _log = logging.getLogger("pellucid.engine")
 
 
@@ -81,7 +78,7 @@ class Updates:
             self._refuse("backward")
         if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
             _refuse_loss(loss)
-        inputs = None if optimizer is None else _trained_by(self._optimizers[self._name(optimizer)])
+        inputs = None if optimizer is None else trained_by(self._optimizers[self._name(optimizer)])
         window = self._window
         scaled = window.scaled(loss, weight)
         self._backward_in = self._iteration()
@@ -99,7 +96,7 @@ class Updates:
         if not self._window.due:
             return False
         optimizer = self._optimizers[name]
-        if not _has_gradient(optimizer):
+        if not has_gradient(optimizer):
             raise UpdateError(
                 f"update of {name!r}: none of its parameters has a gradient. Call engine.backward(loss) first, with a "
                 "loss that depends on them"
@@ -114,16 +111,16 @@ class Updates:
         stepper.unscale(optimizer)
         correction = self._window.correction()
         if correction is not None:
-            multiply(_gradients(optimizer), correction)
+            multiply(gradients_of(optimizer), correction)
         before = status.updates
         status.updating = name
         try:
             self._stepping = True
             self._fire(Events.UPDATE_STARTED)
-            if _has_gradient(optimizer):  # a handler may call the update off
+            if has_gradient(optimizer):  # a handler may call the update off
                 stepper.step(optimizer)
             self._stepping = False
-            _drop_gradients(optimizer)
+            zero_gradients(optimizer)
             if len(self._updated) == len(self._optimizers):
                 self._end_window()
             is_made = status.updates > before
@@ -151,9 +148,8 @@ class Updates:
         return self._window.steps > 1
 
     def follows_batches(self) -> bool:
-        """Say whether batches must be announced: for windows, or for several optimizers with one scale."""
-        shares_scale = self._stepper.scales and len(self._optimizers) > 1
-        return self.accumulates() or shares_scale or self._window.owed
+        """Say whether batches must be announced: for windows, or for several optimizers, which end one together."""
+        return self.accumulates() or len(self._optimizers) > 1 or self._window.owed
 
     def begin_run(self) -> None:
         """Make the update that is owed from the run before."""
@@ -175,7 +171,7 @@ class Updates:
         window = self._window
         if window.count and (window.steps > 1 or window.owed):
             for name, optimizer in self._optimizers.items():
-                if _has_gradient(optimizer):
+                if has_gradient(optimizer):
                     self._update(name, optimizer)
         self._end_window()
 
@@ -206,14 +202,17 @@ class Updates:
         """
         window = self._unfinished(left_in_step, undone)
         if self._is_spoilt(left_in_step and (undone or window.steps == 1)):
-            self._drop_all(warn=bool(self._updated) and not undone)
+            self._warn_of_loss(undone)
+            self._drop_all()
         if undone and self._updated:
             self._stepper.forget()
             self._updated.clear()
         self._finish_scale()
         self._window = window
         if window.steps > 1 or window.owed:
-            self._pending = [(p, p.grad) for one in self._optimizers.values() for p in _held_by(one) if p.grad is not None]
+            self._pending = [
+                (p, p.grad) for one in self._optimizers.values() for p in held_by(one) if p.grad is not None
+            ]
             self._drop_all()
 
     def _unfinished(self, left_in_step: bool, undone: bool) -> Window:
@@ -234,15 +233,18 @@ class Updates:
         """Say whether the gradients are of no more use: changed for an update already, or of a batch to be dropped."""
         return bool(self._updated) or (drops_batch and self._backward_in == self._iteration())
 
-    def _drop_all(self, warn: bool = False) -> None:
-        if warn and any(map(_has_gradient, self._optimizers.values())):
+    def _warn_of_loss(self, undone: bool) -> None:
+        lost = self._window.count - (undone and self._window.has_batch)
+        if lost and any(map(has_gradient, self._optimizers.values())):
             _log.warning(
-                "the run was left amid an update: the gradient of %d batches is dropped, as a handler may have changed "
-                "it",
-                self._window.count,
+                "the run was left amid a backward or an update: the gradients of the window are dropped, as it is not "
+                "known what has changed in them (batches that will not come again: %d)",
+                lost,
             )
+
+    def _drop_all(self) -> None:
         for optimizer in self._optimizers.values():
-            _drop_gradients(optimizer)
+            drop_gradients(optimizer)
 
     def reset(self) -> None:
         """Forget counts and an unfinished window."""
@@ -294,7 +296,7 @@ class Updates:
             CheckpointError: they are not.
         """
         for name, gradients in state["gradients"].items():
-            held = _held_by(self._optimizers[name]) if name in self._optimizers else []
+            held = held_by(self._optimizers[name]) if name in self._optimizers else []
             fits = len(held) == len(gradients)
             if not fits or any(g is not None and g.shape != p.shape for p, g in zip(held, gradients, strict=True)):
                 raise CheckpointError(
@@ -310,7 +312,7 @@ class Updates:
         self._pending = [
             (parameter, gradient.to(parameter.device, copy=True))
             for name, gradients in state["gradients"].items()
-            for parameter, gradient in zip(_held_by(self._optimizers[name]), gradients, strict=True)
+            for parameter, gradient in zip(held_by(self._optimizers[name]), gradients, strict=True)
             if gradient is not None
         ]
 
@@ -318,7 +320,7 @@ class Updates:
         pending = {id(parameter): gradient for parameter, gradient in self._pending}
         found: dict[str, list[Tensor | None]] = {}
         for name, optimizer in self._optimizers.items():
-            gradients = [pending.get(id(p), p.grad) for p in _held_by(optimizer)]
+            gradients = [pending.get(id(p), p.grad) for p in held_by(optimizer)]
             found[name] = [None if gradient is None else gradient.detach().clone() for gradient in gradients]
         return found
 
@@ -351,82 +353,3 @@ def _refuse_loss(loss: Any) -> NoReturn:
         "the loss carries no graph, so no gradient can come of it: it was detached, made under no_grad, or "
         "does not depend on the model"
     )
-
-
-def _has_gradient(optimizer: Optimizer) -> bool:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                return True
-    return False
-
-
-def _gradients(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter.grad for parameter in _held_by(optimizer) if parameter.grad is not None]
-
-
-def _drop_gradients(optimizer: Optimizer) -> None:
-    optimizer.zero_grad(set_to_none=True)
-
-
-def _held_by(optimizer: Optimizer) -> list[Any]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _trained_by(optimizer: Optimizer) -> list[Any]:
-    return [parameter for parameter in _held_by(optimizer) if parameter.requires_grad]
-
-
-def build_optimizers(given: Any, model: Any) -> tuple[Optimizers, dict[str, Optimizer]]:
-    """Return what ``engine.optimizer`` is, and the optimizers by name.
-
-    A factory is called with the parameters of the model, or of the module of the same name in a mapping.
-
-    Raises:
-        UpdateError: no optimizer, one that holds none of the model's parameters, or names that do not fit.
-    """
-    if given is None:
-        return None, {}
-    if not isinstance(given, Mapping):
-        only = _build_one(given, model, _ONLY)
-        return only, {_ONLY: only}
-    if not given:
-        raise UpdateError("optimizer={} is an empty mapping: leave it out, or give an optimizer for each name")
-    named = {name: _build_one(one, _part(model, name), name) for name, one in given.items()}
-    return (given if all(named[name] is one for name, one in given.items()) else named), named
-
-
-def _part(model: Any, name: str) -> Any:
-    """Return the module an optimizer of this name belongs to: the one of the same name, else the whole model."""
-    return model[name] if isinstance(model, Mapping) and name in model else model
-
-
-def _build_one(given: Any, model: Any, name: str) -> Optimizer:
-    parameters = _parameters(model)
-    if isinstance(given, Optimizer):
-        optimizer = given
-    elif callable(given):
-        optimizer = given(parameters)
-        if not isinstance(optimizer, Optimizer):
-            raise UpdateError(f"the factory of optimizer {name!r} must return a torch optimizer, got {optimizer!r}")
-    else:
-        raise UpdateError(
-            f"{name} must be a torch optimizer, a factory params -> optimizer, or a mapping of either, got {given!r}"
-        )
-    mine = {id(parameter) for parameter in parameters}
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if model is not None and not any(id(parameter) in mine for parameter in held):
-        raise UpdateError(
-            f"optimizer {name!r} holds none of the model's {len(mine)} parameters, so it would train nothing: make it "
-            "from this model's parameters, or pass a factory such as lambda params: SGD(params, lr=0.1)"
-        )
-    return optimizer
-
-
-def _parameters(model: Any) -> list[torch.nn.Parameter]:
-    modules: list[nn.Module] = list(model.values()) if isinstance(model, Mapping) else [model] if model else []
-    seen: dict[int, nn.Parameter] = {}
-    for module in modules:
-        for parameter in module.parameters():
-            seen[id(parameter)] = parameter
-    return list(seen.values())

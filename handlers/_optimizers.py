@@ -11,7 +11,16 @@ from torch.optim import Optimizer
 
 from ..engine import Engine, HandlerError
 
-__all__ = ["metric_name", "metric_patterns", "optimizers_of", "parameters_of", "rates_of", "set_rates", "the_updating"]
+__all__ = [
+    "is_nth_update",
+    "metric_name",
+    "metric_patterns",
+    "optimizers_of",
+    "parameters_of",
+    "rates_of",
+    "set_rates",
+    "the_updating",
+]
 
 
 def optimizers_of(engine: Engine, only: str | None = None) -> dict[str, Optimizer]:
@@ -34,6 +43,11 @@ def the_updating(engine: Engine) -> Optimizer:
     given = engine.optimizer
     optimizer: Optimizer = given[engine.state.updating] if isinstance(given, Mapping) else given
     return optimizer
+
+
+def is_nth_update(engine: Engine, n: int) -> bool:
+    """Say, in ``UPDATE_STARTED``, whether the update would be an n-th one of its optimizer."""
+    return n == 1 or (engine.state.updates_by_optimizer[str(engine.state.updating)] + 1) % n == 0
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -191,9 +191,8 @@ class EMA(Attachable):
             CheckpointError: it is of other optimizers, or of a model with other keys or shapes.
         """
         self._slots_of(None)
-        wanted = self.state_dict()
-        if set(state_dict) != set(wanted) or set(state_dict["updates"]) != set(wanted["updates"]):
-            raise CheckpointError(f"EMA: the keys {sorted(wanted)} were wanted, with updates of {list(self._updates)}")
+        if set(state_dict) != {"updates", "weights"} or set(state_dict["updates"]) != set(self._updates):
+            raise CheckpointError(f"EMA: the keys updates and weights were wanted, updates of {list(self._updates)}")
         weights = state_dict["weights"] if isinstance(self._model, Mapping) else {"": state_dict["weights"]}
         saved = {(part, key): value for part, values in weights.items() for key, value in values.items()}
         known = self._named()

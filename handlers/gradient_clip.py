@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from ..engine import Engine, Events
 from ._attachable import Attachable, Subscription
 from ._monitor import require_number, require_positive
-from ._optimizers import metric_name, metric_patterns, optimizers_of, parameters_of, the_updating
+from ._optimizers import is_nth_update, metric_name, metric_patterns, optimizers_of, parameters_of, the_updating
 
 __all__ = ["GradientClip"]
 
@@ -82,7 +82,7 @@ class GradientClip(Attachable):
         if self._only is not None and engine.state.updating != self._only:
             return
         parameters = parameters_of(the_updating(engine))
-        is_due = self._record is not None and self._is_due(engine)
+        is_due = self._record is not None and is_nth_update(engine, self._record_every)
         norm: Tensor | None = None
         if self._max_norm is not None:
             norm = clip_grad_norm_(parameters, self._max_norm, self._norm_type)
@@ -92,12 +92,6 @@ class GradientClip(Attachable):
             clip_grad_value_(parameters, self._max_value)
         if is_due:
             engine.record({metric_name(engine, engine.state.updating, str(self._record)): norm})
-
-    def _is_due(self, engine: Engine) -> bool:
-        state = engine.state
-        return (
-            self._record_every == 1 or (state.updates_by_optimizer[str(state.updating)] + 1) % self._record_every == 0
-        )
 
     def __repr__(self) -> str:
         """Show the limit."""

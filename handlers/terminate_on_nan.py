@@ -14,7 +14,7 @@ from torch import Tensor
 from ..engine import Engine, Events
 from ._attachable import Attachable, Subscription
 from ._monitor import require_number
-from ._optimizers import optimizers_of, the_updating
+from ._optimizers import is_nth_update, optimizers_of, parameters_of, the_updating
 
 __all__ = ["TerminateOnNan"]
 
@@ -38,8 +38,8 @@ class TerminateOnNan(Attachable):
         gradients: look at the gradients before each update. Those that are not finite are dropped, all of that update,
             so the update it stops at leaves the weights as they were. Not in precision ``"16-mixed"``, where such
             gradients are part of finding the loss scale and the update is skipped anyway.
-        every: look at every n-th output and update, and at a record if the last one looked at is as many iterations
-            ago: that is how often the host waits.
+        every: look at every n-th output, at every n-th update of an optimizer, and at a record if the last one looked
+            at is as many iterations ago: that is how often the host waits.
 
     Example:
         >>> TerminateOnNan(every=10).attach(trainer)
@@ -84,7 +84,7 @@ class TerminateOnNan(Attachable):
         if self._looks_at_records:
             due.append((Events.METRICS_RECORDED, self._check_record))
         if self._looks_at_gradients:
-            due.append((Events.UPDATE_STARTED(every=self._every), self._check_gradients))
+            due.append((Events.UPDATE_STARTED, self._check_gradients))
         return due
 
     def _begin(self, engine: Engine, batch: Any) -> None:
@@ -104,10 +104,9 @@ class TerminateOnNan(Attachable):
         self._check(engine, _numbers(record.values.raw(), "the record"))
 
     def _check_gradients(self, engine: Engine, batch: Any) -> None:
-        if engine.state.precision == "16-mixed":
+        if engine.state.precision == "16-mixed" or not is_nth_update(engine, self._every):
             return
-        optimizer = the_updating(engine)
-        held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        held = [p for p in parameters_of(the_updating(engine)) if p.grad is not None]
         names = _parameter_names(engine.model)
         if self._check(engine, [(f"the gradient of {names.get(id(p), 'a parameter')}", p.grad) for p in held]):
             for parameter in held:

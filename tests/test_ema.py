@@ -163,6 +163,19 @@ def test_training_is_the_same_to_the_bit_with_and_without_it(model, loader):
     assert_equal_to_the_bit(train(False), train(True))
 
 
+def test_nothing_is_read_from_the_device(model, loader, monkeypatch):
+    reads = []
+    trainer = make_trainer(model)
+    EMA(decay=0.9).attach(trainer)
+    for name in ("item", "__float__", "__bool__", "tolist", "cpu"):
+        original = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda self, *args, o=original, n=name, **kw: (reads.append(n), o(self, *args, **kw))[1]
+        )
+    trainer.run([(torch.randn(4, 8), torch.zeros(4, dtype=torch.long))] * 3)
+    assert reads == []
+
+
 def test_its_memory_is_its_own_and_the_model_is_left_as_it_was(model, loader):
     before = set(vars(model)), len(model._forward_hooks)
     ema = EMA().attach(make_trainer(model))

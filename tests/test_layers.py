@@ -130,7 +130,9 @@ LEAVES = {f"pellucid.engine.{name}" for name in ("errors", "nested", "display")}
         ("nested", set()),
         ("display", set()),
         ("events", LEAVES),
-        ("state", LEAVES),
+        ("records", LEAVES),
+        ("table", LEAVES | {"pellucid.engine.events"}),
+        ("state", LEAVES | {"pellucid.engine.records"}),
     ],
 )
 def test_the_foundations_know_nothing_of_the_rest(name, may_know):

@@ -190,6 +190,10 @@ def test_in_a_mapping_of_models_it_says_which():
     handler = TerminateOnNan(gradients=True).attach(engine)
     engine.run([{"generator": 1.0, "critic": 1.0}, {"generator": 1.0, "critic": NAN}])
     assert handler.reason == "the gradient of critic.weight was not finite at iteration 2, epoch 1"
+    engine.reset()
+    TerminateOnNan(output=None, gradients=True, every=2).attach(engine)  # of each optimizer the second
+    handler.detach(engine)
+    assert engine.run([{"generator": 1.0, "critic": 1.0}, {"generator": NAN, "critic": 1.0}, {}]).iteration == 2
 
 
 # ---- the run

@@ -1,7 +1,7 @@
 """What the tests of updates share: a small training in accumulation windows, and the plain loop it has to equal.
 
-    by_hand = train_by_hand(make_batches(5), windows_of(5, 2))
-    assert_same(Updating(steps=2).run(make_batches(5)).outcome(), by_hand)
+by_hand = train_by_hand(make_batches(5), windows_of(5, 2))
+assert_same(Updating(steps=2).run(make_batches(5)).outcome(), by_hand)
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ class Updating:
     ) -> None:
         self.net = make_net(dropout)
         self.weight = weight
-        strategy = SingleDevice("cpu", precision=precision, scaler={"init_scale": 64.0, "growth_interval": 2})
+        scaler = {"init_scale": 64.0, "growth_interval": 2} if precision == "16-mixed" else None
+        strategy = SingleDevice("cpu", precision=precision, scaler=scaler)
         self.engine = Engine(
             self.step, self.net, optimizer=momentum, strategy=strategy, gradient_accumulation_steps=steps
         )
@@ -200,7 +201,9 @@ class Updating:
 def assert_same(first: Any, second: Any, tolerance: float = 0.0, where: str = "") -> None:
     """Compare nested values, tensors to the bit unless a tolerance is given."""
     if isinstance(first, Tensor):
-        equal = torch.allclose(first, second, rtol=tolerance, atol=tolerance) if tolerance else torch.equal(first, second)
+        equal = (
+            torch.allclose(first, second, rtol=tolerance, atol=tolerance) if tolerance else torch.equal(first, second)
+        )
         assert equal, f"{where} differs: {first} and {second}"
     elif isinstance(first, Mapping):
         assert first.keys() == second.keys(), where

@@ -139,5 +139,9 @@ class LossScaler(Stepper):
 
 
 def _all_finite(optimizer: Optimizer) -> bool:
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)  # waits for the device
+    flags: dict[torch.device, list[Tensor]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                flags.setdefault(parameter.device, []).append(torch.isfinite(parameter.grad).all())
+    return all(bool(torch.stack(on_one).all()) for on_one in flags.values())  # waits once for each device

@@ -34,7 +34,7 @@ class SingleDevice(Strategy):
         scaler: options of torch's ``GradScaler`` for ``"16-mixed"``, such as ``{"init_scale": 1024.0}``.
 
     Raises:
-        StrategyError: there is no such device or precision.
+        StrategyError: there is no such device or precision, or ``scaler`` goes with another precision.
     """
 
     name: ClassVar[str] = "single"
@@ -50,10 +50,14 @@ class SingleDevice(Strategy):
         self.precision = full_name(precision)
         self._dtype = model_dtype(self.precision)
         self._compile = None if compile is False else dict(compile) if isinstance(compile, Mapping) else {}
-        self._scaler = scaler
+        self._scaler = None if scaler is None else dict(scaler)
         self._is_chosen = device is not None  # by the caller: then every model goes there
         self._is_settled = self._is_chosen
         self._settle(default_device() if device is None else find_device(device))
+        if scaler is not None:
+            if self.precision != "16-mixed":
+                raise StrategyError(f"scaler={scaler!r} is for precision='16-mixed', not {self.precision!r}")
+            self.make_stepper()  # refuses options that GradScaler does not have
 
     def __repr__(self) -> str:
         return f"SingleDevice({str(self.device)!r}, precision={self.precision!r})"

@@ -1,0 +1,174 @@
+"""Where an engine's runs stand, and what lets the next one go on from there.
+
+A run leaves behind its limits, its place in the data with the random state of that place, and, of an iterator that can
+be gone through only once, the batch that was drawn and not trained on. Everything else that belonged to a run is let go
+of at its end: data, batch, output, error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ._loop import NO_BATCH, IgniteLoop, Standing
+from .data import HeldIterator, Position, RunData, check_data, is_factory, stated_length
+from .errors import LimitError
+from .limits import Limits
+from .nesting import Running, active, as_found_again
+from .state import RunStatus
+from .updates import Updates
+
+__all__ = ["Course", "in_use_around"]
+
+
+class Course:
+    """The runs of one engine, from the first on.
+
+    Args:
+        loop: what runs.
+        status: what is told of a run in progress.
+        updates: what is told of each batch, and of a step that was cut short.
+        prepare: brings a batch to the device.
+    """
+
+    def __init__(self, loop: IgniteLoop, status: RunStatus, updates: Updates, prepare: Callable[[Any], Any]) -> None:
+        self._loop = loop
+        self._status = status
+        self._updates = updates
+        self._prepare = prepare
+        self.limits = Limits()
+        self._position: Position | None = None
+        self._held: HeldIterator | None = None
+        self._data: RunData | None = None
+
+    @property
+    def _trains(self) -> bool:
+        return self._status.mode == "train"
+
+    def plan(self, asked: Limits, data: Any) -> bool:
+        """Check limits and data, and say whether anything is left to do; an evaluation begins afresh here.
+
+        Raises:
+            LimitError: a limit below what is done, or no data and no epoch length.
+            DataError: data that cannot be run over.
+        """
+        limits = asked.over(self.limits if self._trains else Limits())
+        if data is None and limits.epoch_length is None:
+            raise LimitError("run() needs data, or epoch_length for a step that needs none")
+        if data is not None and not is_factory(data):
+            check_data(data, in_use_around(self))
+        if not self._trains:
+            self.begin_afresh()
+        state, loop = self._loop.state, self._loop
+        limits.check_reachable(state.epoch, state.iteration, state.epoch_iteration if loop.epoch_open else 0)
+        if limits.are_reached(state.epoch, state.iteration, loop.epoch_open):
+            loop.ending = "completed"
+            return False
+        self.limits = limits
+        return True
+
+    def begin(self, engine: Running, data: Any) -> None:
+        """Set up a run that ``plan`` has agreed to."""
+        loop, status, state, limits = self._loop, self._status, self._loop.state, self.limits
+        outer = [other for other in active() if other is not engine]
+        status.is_running, status.depth = True, len(outer)
+        status.update_due = self._trains
+        status.parent = outer[-1].state if outer else None
+        state.max_epochs, state.max_iters = limits.max_epochs, limits.max_iters
+        loop.epoch_limit = limits.epoch_length
+        state.epoch_length = limits.epoch_length or stated_length(data)
+        state.dataloader = data
+        loop._init_iter = state.epoch_iteration if loop.epoch_open else 0
+        if data is not None:
+            self._data = loop.source = self._open(engine, data)
+        elif self._position is not None:
+            self._position.random.restore()
+        if self._updates.follows_batches():
+            self._follow_batches(self._data)
+
+    def _follow_batches(self, data: RunData | None) -> None:
+        """Let the updates know of each batch, and whether the epoch ends with it."""
+        loop, updates, epoch_length = self._loop, self._updates, self.limits.epoch_length
+        if data is not None:
+            data.look_ahead = epoch_length is None and updates.accumulates()
+
+        def begin_batch(done: int) -> None:
+            length = epoch_length if data is None else epoch_length or data.length
+            remaining = length - done if length is not None and done < length else None
+            updates.begin_batch(remaining, data is not None and data.is_last)
+
+        loop.after_start, loop.before_step = updates.begin_run, begin_batch
+        loop.after_step, loop.after_epoch = updates.end_batch, updates.flush
+
+    def _open(self, engine: Running, data: Any) -> RunData:
+        held = self._held
+        if held is not None and held.iterator is data:
+            held.continued, data = True, held
+        elif isinstance(data, Iterator) and self._trains:
+            data = HeldIterator(data)
+        self._held = data if isinstance(data, HeldIterator) else None
+        loop = self._loop
+        run_data = RunData(
+            data,
+            prepare=self._prepare,
+            state=engine.state,
+            done=lambda: loop.done_iteration,
+            in_work=lambda: loop.undone_batch() is not NO_BATCH,
+            in_use=in_use_around(self),
+            record=self._trains,
+        )
+        run_data.resume, self._position = self._position, None
+        return run_data
+
+    def finish(self, engine: Running) -> None:
+        """Keep where the run stands, and let go of everything that belonged to it."""
+        loop, status = self._loop, self._status
+        if loop.undone_batch() is not NO_BATCH and self._held is not None:
+            self._held.held.append(loop.undone_batch())
+        self._position = self.position(engine)
+        self._updates.cut(loop.was_left_in_step(), loop.state.iteration > loop.done_iteration)
+        if self._position is None or self._position.opened is None:
+            self._held = None
+        loop.set_standing(loop.standing())
+        data, self._data = self._data, None
+        loop.leave()
+        status.is_running, status.depth, status.parent, status.update_due = False, 0, None, False
+        if data is not None:
+            data.close()  # the last thing: it may wait for worker processes, and be interrupted
+
+    def position(self, engine: Running) -> Position | None:
+        """Return where a training run stands in its data, in progress or not."""
+        if not self._trains:
+            return None
+        if not self._status.is_running:
+            return self._position
+        with as_found_again(engine):
+            return Position.between_passes() if self._data is None else self._data.position()
+
+    def begin_afresh(self) -> None:
+        """Forget all runs: the next one is the first."""
+        loop, state = self._loop, self._loop.state
+        loop.set_standing(Standing(0, 0, 0, False))
+        loop.ending = None
+        loop.firings.clear()
+        state.max_epochs = state.max_iters = state.epoch_length = None
+        state.metrics.clear()
+        loop._event_handlers.forget_firings()
+        self._status.last_record = None
+        self.go_on_from(Limits(), None)
+
+    def go_on_from(self, limits: Limits, position: Position | None) -> None:
+        """Let the next run go on from a place that was saved."""
+        self.limits, self._position, self._held = limits, position, None
+
+    def in_use(self) -> Iterator[Any]:
+        """Yield what the run in progress iterates."""
+        for part in () if self._data is None else (self._data.data, self._data.source, self._data.raw):
+            yield part
+            if isinstance(part, HeldIterator):
+                yield part.iterator
+
+
+def in_use_around(course: Course) -> tuple[Any, ...]:
+    """Return what the runs around this one iterate."""
+    return tuple(part for engine in active() if engine._course is not course for part in engine._course.in_use())

@@ -1,0 +1,138 @@
+"""Train a small convolutional net to read handwritten digits: 8 x 8 scans that come with scikit-learn, no download.
+
+    make demo
+    .venv/bin/python examples/digits.py --epochs 50 --seed 1 --device cpu --output runs/digits
+
+Every epoch ends with a validation, and three in a row that bring nothing better end the run. The best weights are then
+tested on images that were never looked at before. Learning curves and the best checkpoint go to the output folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from ignite.metrics import Accuracy, Average, Loss
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset, random_split
+
+from pellucid.engine import Engine, Events, SingleDevice
+from pellucid.handlers import EarlyStopping, History, ProgressBar, Validate
+
+SIZES = {"train": 1197, "val": 300, "test": 300}  # images
+PROMISED_ACCURACY = 0.97
+
+
+def train_step(engine: Engine, batch: Any) -> dict[str, Tensor]:
+    images, digits = batch  # on engine.device already
+    loss = F.cross_entropy(engine.model(images), digits)
+    engine.backward(loss)
+    engine.update()
+    return {"loss": loss}
+
+
+def eval_step(engine: Engine, batch: Any) -> tuple[Tensor, Tensor]:
+    images, digits = batch
+    return engine.model(images), digits
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1, bias=False),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, padding=1, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(0.3),
+        nn.Linear(64 * 4 * 4, 10),
+    )
+
+
+def make_loaders() -> dict[str, DataLoader[Any]]:
+    """Split the images at random, but in the same way for every seed."""
+    scans = load_digits()
+    images = torch.tensor(scans.images, dtype=torch.float32).unsqueeze(1) / 16  # 17 shades of grey, to 0..1
+    dataset = TensorDataset(images, torch.tensor(scans.target))
+    train, val, test = random_split(dataset, [*SIZES.values()], torch.Generator().manual_seed(0))
+    return {
+        "train": DataLoader(train, batch_size=64, shuffle=True),
+        "val": DataLoader(val, batch_size=300),
+        "test": DataLoader(test, batch_size=300),
+    }
+
+
+def make_engines(device: str | None) -> tuple[Engine, Engine]:
+    """Return the engine that trains, and the one that evaluates the same model."""
+    model = make_model()
+    trainer = Engine(
+        train_step,
+        model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=3e-3),
+        strategy=SingleDevice(device),
+        metrics={"train/loss": Average(lambda output: output["loss"])},
+        state={"best": math.inf, "best_epoch": 0},
+        name="train",
+    )
+    metrics = {"loss": Loss(F.cross_entropy), "accuracy": Accuracy()}
+    evaluator = Engine(eval_step, model, mode="eval", metrics=metrics, name="evaluate")
+    return trainer, evaluator
+
+
+def main() -> None:
+    args = parse_arguments()
+    args.output.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(args.seed)
+    loaders = make_loaders()
+    trainer, evaluator = make_engines(args.device)
+
+    Validate(evaluator, loaders["val"], every=Events.EPOCH_COMPLETED, prefix="val/").attach(trainer)
+    EarlyStopping("val/loss", mode="min", patience=3).attach(trainer)
+    history = History().attach(trainer)
+    ProgressBar().attach(trainer)
+
+    @trainer.on(Events.EPOCH_COMPLETED)
+    def keep_the_best(engine: Engine, batch: Any) -> None:
+        loss = engine.state.metrics["val/loss"]
+        if loss < engine.state.best:
+            engine.state.best, engine.state.best_epoch = loss, engine.state.epoch
+            # with these three a later run goes on from here, to the bit
+            parts = {"model": engine.model, "optimizer": engine.optimizer, "engine": engine}
+            torch.save({name: part.state_dict() for name, part in parts.items()}, args.output / "best.pt")
+
+    trainer.run(loaders["train"], max_epochs=args.epochs)
+
+    trainer.model.load_state_dict(torch.load(args.output / "best.pt", weights_only=True)["model"])
+    history.plot(x="epoch", title="Handwritten digits").savefig(args.output / "curves.png")
+
+    print(f"\nThe weights of epoch {trainer.state.best_epoch} of {trainer.state.epoch}:\n")
+    print(f"{'':8}{'images':>8}{'loss':>10}{'accuracy':>11}")
+    for name, loader in loaders.items():
+        metrics = evaluator.run(loader).metrics
+        print(f"{name:8}{SIZES[name]:8}{metrics['loss']:10.4f}{metrics['accuracy']:11.4f}")
+    print(f"\nLearning curves and checkpoint: {args.output / 'curves.png'}, {args.output / 'best.pt'}")
+
+    accuracy = evaluator.state.metrics["accuracy"]  # of the last run, over the test images
+    if accuracy < PROMISED_ACCURACY:
+        sys.exit(f"The test accuracy is {accuracy:.4f}, below the {PROMISED_ACCURACY} that was promised.")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=30, help="the most epochs to train for (default: 30)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, sample order and dropout (default: 0)")
+    parser.add_argument("--device", help="such as cpu or cuda:1 (default: the accelerator, if there is one)")
+    parser.add_argument("--output", type=Path, default=Path("runs/digits"), help="a folder (default: runs/digits)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

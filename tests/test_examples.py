@@ -1,0 +1,127 @@
+"""What a newcomer runs first: the demo, as ``make demo`` runs it, and the example of the README."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+DIGITS = ROOT / "examples" / "digits.py"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def run_python(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    warnings = ["-W", "error", "-W", "ignore::DeprecationWarning:torch.jit._script"]  # as in setup.cfg
+    command = [sys.executable, *warnings, *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=600)
+
+
+# ---- the demo
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """The demo with its default settings, in an empty folder."""
+    folder = tmp_path_factory.mktemp("demo")
+    return run_python(DIGITS, cwd=folder), folder
+
+
+def test_the_demo_reads_digits_it_has_never_seen(demo):
+    done, _ = demo
+    assert done.returncode == 0, done.stderr
+    row = re.search(r"^test +300 +\d\.\d+ +(\d\.\d+)$", done.stdout, flags=re.MULTILINE)
+    assert row is not None, done.stdout
+    assert float(row[1]) >= 0.97
+
+
+def test_the_demo_shows_every_epoch_with_its_validation(demo):
+    done, _ = demo
+    (epochs,) = re.findall(r"weights of epoch \d+ of (\d+)", done.stdout)
+    bars = [line for line in done.stderr.splitlines() if re.match(r"train epoch \d+/30: 100%.*val/accuracy=", line)]
+    assert len(bars) == int(epochs)
+
+
+def test_the_demo_saves_curves_and_checkpoint_and_nothing_else(demo):
+    _, folder = demo
+    output = folder / "runs" / "digits"
+    assert sorted(path for path in folder.rglob("*") if path.is_file()) == [output / "best.pt", output / "curves.png"]
+    assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_training_goes_on_from_the_demos_checkpoint_to_the_bit(digits, run_demo):
+    after_one, after_two = run_demo(epochs=1), run_demo(epochs=2)
+    assert (after_one["engine"]["epoch"], after_two["engine"]["epoch"]) == (1, 2), "the second epoch is the better one"
+    trainer, _ = digits.make_engines("cpu")
+    for name, part in {"model": trainer.model, "optimizer": trainer.optimizer, "engine": trainer}.items():
+        part.load_state_dict(after_one[name])
+    trainer.run(digits.make_loaders()["train"], max_epochs=2)
+    assert weights_are_equal(trainer.model.state_dict(), after_two["model"])
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_one_others(run_demo):
+    weights = run_demo(seed=3)["model"]
+    assert weights_are_equal(weights, run_demo(seed=3)["model"])
+    assert not weights_are_equal(weights, run_demo(seed=4)["model"])
+
+
+def weights_are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one | other)
+
+
+def test_the_demo_fails_where_the_accuracy_misses(run_demo):
+    with pytest.raises(SystemExit, match=r"test accuracy is 0\.\d+, below the 1\.01"):
+        run_demo(promised_accuracy=1.01)
+
+
+@pytest.fixture
+def digits() -> ModuleType:
+    """The example as a module."""
+    spec = importlib.util.spec_from_file_location("digits", DIGITS)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def run_demo(digits, tmp_path, monkeypatch) -> Callable[..., dict[str, Any]]:
+    """Run the example in this process, too short to keep its promise, and return the checkpoint it wrote."""
+
+    def run(*, epochs: int = 1, seed: int = 0, promised_accuracy: float = 0.0) -> dict[str, Any]:
+        monkeypatch.setattr(digits, "PROMISED_ACCURACY", promised_accuracy)
+        options = {"--epochs": epochs, "--seed": seed, "--device": "cpu", "--output": tmp_path}
+        monkeypatch.setattr(sys, "argv", ["digits.py", *(str(part) for option in options.items() for part in option)])
+        digits.main()
+        return torch.load(tmp_path / "best.pt", weights_only=True)
+
+    return run
+
+
+# ---- the README
+
+
+def test_the_example_of_the_readme_runs(tmp_path):
+    (source,) = re.findall(r"^```python\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+    assert len(source.splitlines()) <= 50, "it no longer fits a screen"
+    script = tmp_path / "example.py"
+    script.write_text(source, encoding="utf-8")
+    done = run_python(script, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    reason, accuracy, best = done.stdout.splitlines()[-1].split()
+    assert reason in ("completed", "terminated")
+    assert float(accuracy) > 0.8 and float(best) > 0.9
+
+
+def test_what_the_readme_names_is_there():
+    paths = set(re.findall(r"\]\((?!https?:)([^)#]+)\)|`((?:tests|benchmarks|examples|docs)/[\w./]+)`", README))
+    missing = [path for pair in paths for path in pair if path and not (ROOT / path).exists()]
+    assert missing == []
