@@ -18,6 +18,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 from ignite.engine import Engine as IgniteEngine
@@ -202,7 +203,8 @@ class IgniteLoop(IgniteEngine):
             try:
                 self._with_arguments(entry, (e,), {})(engine, self.state.batch)
             except BaseException as later:
-                _chain(e, later)
+                with suppress(AttributeError):  # an exception class of the user's may be frozen
+                    _chain(e, later)
         try:
             raise e
         finally:
@@ -266,9 +268,7 @@ class IgniteLoop(IgniteEngine):
         while self.epoch_open or not self._finished():
             started = time.time()
             if not self.epoch_open:
-                self.epoch_open = True
-                state.epoch += 1
-                state.epoch_iteration = 0
+                state.epoch, state.epoch_iteration, self.epoch_open = state.epoch + 1, 0, True
                 self._fire_event(Events.EPOCH_STARTED)
                 yield from self._obey(epoch=False)
             self._open_data(first)
@@ -455,6 +455,10 @@ class IgniteLoop(IgniteEngine):
         state.epoch, state.iteration = standing.epoch, standing.iteration
         self.done_iteration = standing.iteration
         state.epoch_iteration, self.epoch_open = standing.epoch_iteration, standing.epoch_open
+
+    def is_executing(self) -> bool:
+        """Say whether the loop is running now, in whatever thread."""
+        return bool(getattr(self._internal_run_generator, "gi_running", False))
 
     def leave(self) -> None:
         """Let go of everything that belonged to a run: its pause, its data, batch, output and error."""

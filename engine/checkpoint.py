@@ -6,6 +6,8 @@ import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+
 from ._loop import IgniteLoop, Standing
 from .data import Position
 from .errors import CheckpointError, suggestion
@@ -32,8 +34,8 @@ def save_engine(
         "max_iters": limits.max_iters,
         "epoch_length": limits.epoch_length,
         "stop_reason": loop.ending,
-        "fields": copy.deepcopy(dict(declared)),
-        "metrics": {name: metrics[name] for name in metrics},
+        "fields": {name: _plain(f"state field {name!r}", value) for name, value in declared.items()},
+        "metrics": {name: _plain(f"metric {name!r}", metrics[name]) for name in metrics},
         "firings": dict(loop.firings),
         "position": None if position is None else position.state_dict(),
     }
@@ -91,6 +93,28 @@ def _position(saved: Any) -> Position | None:
             f"its position in the data cannot be read ({type(error).__name__}: {error}): it was written by hand or by "
             "another version"
         ) from error
+
+
+def _plain(what: str, value: Any) -> Any:
+    """Return a copy made of tensors, numbers, texts, lists, tuples and dicts: all that a weights-only loader reads.
+
+    Raises:
+        CheckpointError: there is something else in it.
+    """
+    if value is None or type(value) in (bool, int, float, complex, str, bytes):
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if type(value) in (list, tuple, set):
+        return type(value)(_plain(what, item) for item in value)
+    if isinstance(value, Mapping):
+        return {key: _plain(what, item) for key, item in value.items()}
+    if hasattr(value, "dtype") and hasattr(value, "tolist"):  # NumPy's
+        return value.item() if value.ndim == 0 else torch.as_tensor(value).clone()
+    raise CheckpointError(
+        f"{what} holds a {type(value).__name__}, which a safe loader would not read: keep tensors, numbers, texts, "
+        "lists and dicts in what is to be saved"
+    )
 
 
 def _same_names(what: str, saved: Iterable[str], wanted: Iterable[str]) -> None:

@@ -106,7 +106,16 @@ class Course:
 
     def finish(self, engine: Running) -> None:
         """Keep where the run stands, and let go of everything that belonged to it."""
-        loop, status = self._loop, self._status
+        data = self._data
+        try:
+            self._keep_standing(engine)
+        finally:  # whatever happens to that, a second Ctrl-C too, the engine is at rest
+            self.rest()
+            if data is not None:
+                data.close()  # the last thing: it may wait for worker processes, and be interrupted
+
+    def _keep_standing(self, engine: Running) -> None:
+        loop = self._loop
         if loop.undone_batch() is not NO_BATCH and self._held is not None:
             self._held.held.append(loop.undone_batch())
         if loop.was_left_in_step():
@@ -114,12 +123,14 @@ class Course:
         self._position = self.position(engine)
         if self._position is None or self._position.opened is None:
             self._held = None
+
+    def rest(self) -> None:
+        """Be no run any more."""
+        loop, status = self._loop, self._status
+        self._data = None
         loop.set_standing(loop.standing())
-        data, self._data = self._data, None
         loop.leave()
         status.is_running, status.depth, status.parent, status.update_due = False, 0, None, False
-        if data is not None:
-            data.close()  # the last thing: it may wait for worker processes, and be interrupted
 
     def position(self, engine: Running) -> Position | None:
         """Return where a training run stands in its data, in progress or not."""

@@ -218,6 +218,17 @@ class Engine:
         return self._name
 
     @property
+    def metrics(self) -> Mapping[str, Any]:
+        """The metrics it was given, by name; what they have computed is in ``state.metrics``."""
+        return self._metrics
+
+    def is_running(self) -> bool:
+        """Say whether a run is in progress now, in this thread or another one."""
+        if self._status.is_running and not self._loop.is_executing() and self not in active():
+            self._course.rest()  # a second Ctrl-C has cut the end of its last run short
+        return self._status.is_running
+
+    @property
     def modules(self) -> tuple[nn.Module, ...]:
         """The modules the engine was given: one, those of the mapping, or none."""
         if self._model is None:
@@ -403,7 +414,7 @@ class Engine:
         Raises:
             RunError: the engine is running.
         """
-        if self._status.is_running:
+        if self.is_running():
             raise RunError(f"engine {self._name!r} is running: reset() is for an engine at rest")
         self._course.begin_afresh()
         self._updates.reset()
@@ -420,7 +431,7 @@ class Engine:
 
         return attach
 
-    def add_event_handler(self, event: Any, handler: Handler) -> Handle:
+    def add_event_handler(self, event: Any, handler: Any) -> Handle:
         """Attach a handler, to be called as ``handler(engine, batch)``, to an event or a ``|`` list of events.
 
         In a notebook, a handler takes the place of the one that an earlier run of its cell has attached.
@@ -438,9 +449,11 @@ class Engine:
             raise HandlerError("an empty list of events was given: the handler would never be called")
         table = self._loop._event_handlers
         place = calling_place()
-        for old in [old for one in events for old in replaced_by(handler, place, table.registrations(one))]:
+        replaced = [old for one in events for old in replaced_by(handler, place, table.registrations(one))]
+        for old in replaced:
             table.drop(old)
-            _log.warning("handler %s replaces the one that this cell attached before", old.handler.__qualname__)
+        if replaced:
+            _log.warning("handler %s replaces the one that this cell attached before", handler.__qualname__)
         entries = [Registration(handler, one, place) for one in events]
         for entry in entries:
             table[entry.event].append(entry)
@@ -523,7 +536,7 @@ class Engine:
             CheckpointError: it does not fit this engine.
             RunError: the engine is running.
         """
-        if self._status.is_running:
+        if self.is_running():
             raise RunError(f"engine {self._name!r} is running: load_state_dict() is for an engine at rest")
         self._course.go_on_from(*load_engine(state, self._loop, self._status, self._declared))
 

@@ -169,6 +169,8 @@ def build_optimizers(given: Any, model: Any) -> tuple[Optimizers, dict[str, Opti
     if not given:
         raise UpdateError("optimizer={} is an empty mapping: leave it out, or give an optimizer for each name")
     named = {name: _build_one(one, _part(model, name), name) for name, one in given.items()}
+    if len({id(one) for one in named.values()}) < len(named):
+        raise UpdateError(f"one optimizer was given under several of the names {list(named)}: give each its own")
     return (given if all(named[name] is one for name, one in given.items()) else named), named
 
 
