@@ -17,7 +17,7 @@ import functools
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
@@ -211,6 +211,12 @@ class IgniteLoop(IgniteEngine):
             del e  # this frame is in its traceback: a name for it would be a cycle, and keep batch and model alive
 
     # ------------------------------------------------------------------ the run
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over Ignite's counters, as some of its handlers do; an ``Engine`` then stands between two epochs."""
+        super().load_state_dict(state_dict)
+        if self.owner is not None:
+            self.set_standing(Standing(self.state.epoch, self.state.iteration, 0, False))
 
     def run(self, *args: Any, **kwargs: Any) -> State:
         """Run as Ignite's engine does; see :meth:`ignite.engine.Engine.run`."""

@@ -47,6 +47,10 @@ def load_engine(
     """Check what was saved, then write it into the parts of an engine."""
     if not isinstance(saved, Mapping):
         raise CheckpointError(f"an engine's state dictionary was wanted, got {type(saved).__name__}: {saved!r}")
+    if "format" not in saved:
+        names = ", ".join(map(repr, list(saved)[:4])) or "nothing"
+        raise CheckpointError(f"this is no state dictionary of an Engine, but one with {names}: model and optimizer "
+                              "load theirs by their own load_state_dict")  # fmt: skip
     if saved.get("format") != _FORMAT:
         raise CheckpointError(
             f"the state dictionary has format {saved.get('format')!r}, and this version of pellucid reads {_FORMAT}: "
@@ -124,5 +128,6 @@ def _same_names(what: str, saved: Iterable[str], wanted: Iterable[str]) -> None:
     if missing or extra:
         hint = suggestion(extra[0], missing) if missing and extra else "."
         raise CheckpointError(
-            f"{what} and this engine do not fit: {missing or 'nothing'} missing, {extra or 'nothing'} unknown{hint}"
+            f"{what} and this engine do not fit: {missing or 'nothing'} missing, {extra or 'nothing'} unknown{hint} "
+            "Add what is missing to the dictionary, take out what is unknown, or make the engine as it was"
         )

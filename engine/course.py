@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ._loop import NO_BATCH, IgniteLoop, Standing
-from .data import HeldIterator, Position, RunData, check_data, is_factory, stated_length
+from .data import HeldIterator, Position, RunData, check_data, check_factory, is_factory, stated_length
 from .errors import LimitError
 from .limits import Limits
 from .nesting import Running, active, as_found_again
@@ -55,7 +55,9 @@ class Course:
         limits = asked.over(self.limits if self._trains else Limits())
         if data is None and limits.epoch_length is None:
             raise LimitError("run() needs data, or epoch_length for a step that needs none")
-        if data is not None and not is_factory(data):
+        if is_factory(data):
+            check_factory(data)
+        elif data is not None:
             check_data(data, in_use_around(self))
         if not self._trains:
             self.begin_afresh()

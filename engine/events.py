@@ -236,7 +236,7 @@ def check_custom_event(event: Any) -> None:
     """
     if not isinstance(event, str | IgniteEventEnum):
         raise EventError(f"register_events takes texts and members of an EventEnum, such as *MyEvents, got {event!r}")
-    if event_name(event) in Events.__members__ and not isinstance(event, Events | IgniteEvents):
+    if event_name(event).upper() in Events.__members__ and not isinstance(event, Events | IgniteEvents):
         raise EventError(
             f"{event!r} has the name of an event of the loop, and would be taken for it: choose another one"
         )

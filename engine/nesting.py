@@ -214,7 +214,7 @@ def _restore_gradients(taken: list[tuple[nn.Parameter, bool, torch.Tensor | None
 
 def _buffers(roots: Iterable[nn.Module]) -> list[_Buffer]:
     return [
-        _Buffer(module, name, buffer, _version(buffer), buffer.detach().clone())
+        _Buffer(module, name, buffer, buffer.detach().clone())
         for module in _modules(roots)
         for name, buffer in module.named_buffers(recurse=False)
         if not is_lazy(buffer)
@@ -227,21 +227,23 @@ class _Buffer(NamedTuple):
     module: nn.Module
     name: str
     buffer: torch.Tensor
-    version: int | None
     before: torch.Tensor
 
     def put_back(self) -> None:
-        """Put the buffer back if it has been changed or replaced."""
+        """Put the buffer and its values back, by `data`, which autograd does not take for a change of them.
+
+        Always: batch normalisation does not count what it writes. But nothing writes to an expanded tensor.
+        """
         if getattr(self.module, self.name, None) is not self.buffer:
             setattr(self.module, self.name, self.buffer)
-        if self.version is not None and self.buffer._version != self.version:
-            # by `data`, which autograd does not take for a change: the outer step may be between forward and backward
+        if not _is_expanded(self.buffer):
             self.buffer.data.copy_(self.before)
 
 
-def _version(tensor: torch.Tensor) -> int | None:
-    """Return torch's count of changes in place; a tensor made in inference mode has none."""
-    return None if tensor.is_inference() else tensor._version
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided:
+        return False
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _restore_buffers(buffers: list[_Buffer]) -> None:

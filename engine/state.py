@@ -68,7 +68,10 @@ class StateView:
     max_epochs: int | None = _field("_loop.state.max_epochs", "the run's limit of epochs")
     max_iters: int | None = _field("_loop.state.max_iters", "the run's limit of iterations")
     epoch_length: int | None = _field("_loop.state.epoch_length", "batches in an epoch, as asked for, else a hint")
-    output: Any = _field("_loop.state.output", "what the step returned, detached; None once the next batch is there")
+    output: Any = _field(
+        "_loop.state.output",
+        "what the step returned, detached; None once the next batch is there, and outside of a run",
+    )
     metrics: MetricsView = _field("_loop.state.metrics", "all metrics recorded, by name", MetricsView)
     last_record: Record | None = _field("_status.last_record", "what the last call of engine.record published")
     times: Mapping[str, float | None] = _field(
