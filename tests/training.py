@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import random
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -152,7 +153,11 @@ class Training:
         seed_everything(seed)
         self.model = make_net()
         self.loader = (LOADERS | WORKER_LOADERS)[loader]() if isinstance(loader, str) else loader()
-        self.engine = Engine(self.step, self.model, optimizer=optimizer, state={"seen": 0})
+        # weakly, so that no cycle keeps the loader: one that the collector takes waits for each of its workers
+        me = weakref.proxy(self)
+        self.engine = Engine(
+            partial(Training.step, me), self.model, optimizer=optimizer, state={"seen": 0}, name="train"
+        )
         self.samples: dict[int, list[int]] = {}
         self.losses: dict[int, float] = {}
         self._actions: dict[str, list[Action]] = {place: [] for place in STEP_PLACES}
@@ -178,7 +183,8 @@ class Training:
         if place in self._actions:
             self._actions[place].append(action)
         else:
-            self.engine.add_event_handler(place, lambda engine, batch: action(self, engine))
+            me = weakref.proxy(self)
+            self.engine.add_event_handler(place, lambda engine, batch: action(me, engine))
         return self
 
     def _act(self, place: str) -> None:
