@@ -48,12 +48,12 @@ def main() -> None:
         "  five handlers, every=100": compare_empty(handlers=5, every=100),
     }
     for what, sides in empty.items():
-        show(what, *sides, "Ignite")
-    show("training iteration, tiny model", *compare_training(step_with_verbs), "plain loop")
-    show("  plain calls in the step", *compare_training(step_with_plain_calls), "plain loop")
-    few, many = compare_inner_runs(FEW_MODULES), compare_inner_runs(MANY_MODULES)
-    show(f"inner run, {FEW_MODULES} modules", *few, "model.eval() and back")
-    show("  each further module", *map(per_module, few, many), "model.eval() and back")
+        show(what, sides, "Ignite")
+    show("training iteration, tiny model", compare_training(step_with_verbs), "plain loop")
+    show("  plain calls in the step", compare_training(step_with_plain_calls), "plain loop")
+    few, many = compare_inner_runs()
+    show(f"inner run, {FEW_MODULES} modules", few, "model.eval() and back")
+    show("  each further module", [*map(per_module, few, many)], "model.eval() and back")
 
     slow = [what.strip() for what, sides in empty.items() if median(ratios(*sides)) > LIMIT]
     if slow:
@@ -63,20 +63,19 @@ def main() -> None:
 # ---- measuring
 
 
-def take_turns(prepare_ours: Callable[[], Run], prepare_theirs: Callable[[], Run], repeats: int) -> tuple[Times, Times]:
-    """Time both sides in every round; what is prepared is not timed, and a first round warms up."""
-    ours: Times = []
-    theirs: Times = []
-    sides = [(prepare_ours, ours), (prepare_theirs, theirs)]
+def take_turns(repeats: int, *sides: Callable[[], Run]) -> list[Times]:
+    """Time every side once a round; what it prepares is not timed, and a first round warms up."""
+    times: list[Times] = [[] for _ in sides]
+    turns = list(zip(sides, times, strict=True))
     for _ in range(ROUNDS + 1):
-        sides.reverse()
-        for prepare, times in sides:
+        turns.reverse()
+        for prepare, measured in turns:
             run = prepare()
             gc.collect()
             start = time.perf_counter()
             run()
-            times.append((time.perf_counter() - start) / repeats * 1e6)
-    return ours[1:], theirs[1:]
+            measured.append((time.perf_counter() - start) / repeats * 1e6)
+    return [measured[1:] for measured in times]
 
 
 def ratios(ours: Times, theirs: Times) -> list[float]:
@@ -87,7 +86,8 @@ def per_module(few: Times, many: Times) -> Times:
     return [(b - a) / (MANY_MODULES - FEW_MODULES) for a, b in zip(few, many, strict=True)]
 
 
-def show(what: str, ours: Times, theirs: Times, beside: str) -> None:
+def show(what: str, sides: list[Times], beside: str) -> None:
+    ours, theirs = sides
     print(f"{what:36}{spread(ours):>24}{spread(theirs):>24}{spread(ratios(ours, theirs)):>20}  {beside}", flush=True)
 
 
@@ -99,10 +99,9 @@ def spread(values: list[float]) -> str:
 # ---- an iteration in which nothing is done
 
 
-def compare_empty(handlers: int, every: int | None = None) -> tuple[Times, Times]:
-    return take_turns(
-        partial(empty_run, handlers, every), partial(empty_run_of_ignite, handlers, every), EMPTY_ITERATIONS
-    )
+def compare_empty(handlers: int, every: int | None = None) -> list[Times]:
+    sides = partial(empty_run, handlers, every), partial(empty_run_of_ignite, handlers, every)
+    return take_turns(EMPTY_ITERATIONS, *sides)
 
 
 def empty_run(handlers: int, every: int | None) -> Run:
@@ -124,8 +123,8 @@ def empty_run_of_ignite(handlers: int, every: int | None) -> Run:
 # ---- an iteration that trains
 
 
-def compare_training(step: Callable[[Engine, Any], Any]) -> tuple[Times, Times]:
-    return take_turns(partial(training_run, step), plain_loop, TRAINING_ITERATIONS)
+def compare_training(step: Callable[[Engine, Any], Any]) -> list[Times]:
+    return take_turns(TRAINING_ITERATIONS, partial(training_run, step), plain_loop)
 
 
 def tiny_model() -> tuple[nn.Module, torch.optim.Optimizer, list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -168,8 +167,10 @@ def plain_loop() -> Run:
 # ---- an evaluation inside a run
 
 
-def compare_inner_runs(modules: int) -> tuple[Times, Times]:
-    return take_turns(partial(inner_runs, modules), partial(eval_and_back, modules), INNER_RUNS)
+def compare_inner_runs() -> tuple[list[Times], list[Times]]:
+    sides = [partial(run, modules) for modules in (FEW_MODULES, MANY_MODULES) for run in (inner_runs, eval_and_back)]
+    times = take_turns(INNER_RUNS, *sides)
+    return times[:2], times[2:]
 
 
 def inner_runs(modules: int) -> Run:

@@ -17,7 +17,8 @@ import functools
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 from ignite.engine import Engine as IgniteEngine
@@ -206,13 +207,20 @@ class IgniteLoop(IgniteEngine):
             try:
                 self._with_arguments(entry, (e,), {})(engine, self.state.batch)
             except BaseException as later:
-                _chain(e, later)
+                with suppress(AttributeError):  # an exception class of the user's may be frozen
+                    _chain(e, later)
         try:
             raise e
         finally:
             del e  # this frame is in its traceback: a name for it would be a cycle, and keep batch and model alive
 
     # ------------------------------------------------------------------ the run
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over Ignite's counters, as some of its handlers do; an ``Engine`` then stands between two epochs."""
+        super().load_state_dict(state_dict)
+        if self.owner is not None:
+            self.set_standing(Standing(self.state.epoch, self.state.iteration, 0, False))
 
     def run(self, *args: Any, **kwargs: Any) -> State:
         """Run as Ignite's engine does; see :meth:`ignite.engine.Engine.run`."""
@@ -272,9 +280,7 @@ class IgniteLoop(IgniteEngine):
         while self.epoch_open or not self._finished():
             started = time.time()
             if not self.epoch_open:
-                self.epoch_open = True
-                state.epoch += 1
-                state.epoch_iteration = 0
+                state.epoch, state.epoch_iteration, self.epoch_open = state.epoch + 1, 0, True
                 self._fire_event(Events.EPOCH_STARTED)
                 yield from self._obey(epoch=False)
             self._open_data(first)
@@ -468,6 +474,10 @@ class IgniteLoop(IgniteEngine):
         state.epoch, state.iteration = standing.epoch, standing.iteration
         self.done_iteration = standing.iteration
         state.epoch_iteration, self.epoch_open = standing.epoch_iteration, standing.epoch_open
+
+    def is_executing(self) -> bool:
+        """Say whether the loop is running now, in whatever thread."""
+        return bool(getattr(self._internal_run_generator, "gi_running", False))
 
     def leave(self) -> None:
         """Let go of everything that belonged to a run: its pause, its data, batch, output and error."""

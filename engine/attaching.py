@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -41,6 +41,10 @@ def check_signature(function: Any, role: str) -> None:
     try:
         signature.bind(object(), object())
     except TypeError as error:
+        if type(getattr(function, "__self__", None)).__module__.partition(".")[0] == "ignite":
+            raise HandlerError(
+                f"{type(function.__self__).__name__} is a component of Ignite: attach it to engine.ignite"
+            ) from None
         name = getattr(function, "__name__", repr(function))
         raise HandlerError(
             f"{role} {name}{signature} cannot be called as (engine, batch): {error}. "
@@ -49,10 +53,15 @@ def check_signature(function: Any, role: str) -> None:
 
 
 class Place(NamedTuple):
-    """The statement of a notebook cell that attaches a handler; run again, it has another code object."""
+    """The statement of a notebook cell that attaches a handler; run again, it has another code object.
+
+    ``cell`` is the cell's name, where the notebook's front end sends it, and ``execution`` the number of its run.
+    """
 
     code: CodeType
     line: int
+    cell: str | None
+    execution: int | None
 
 
 def calling_place() -> Place | None:
@@ -62,18 +71,45 @@ def calling_place() -> Place | None:
         frame = frame.f_back
     if frame is None or "__file__" in frame.f_globals or frame.f_code.co_filename == "<stdin>":
         return None
-    return Place(frame.f_code, frame.f_lineno)
+    return Place(frame.f_code, frame.f_lineno, *_running_cell())
 
 
-def replaced_by(handler: Any, place: Place | None, entries: Iterable[Registration]) -> list[Registration]:
-    """Return those of an event's registrations that a re-run notebook cell means to replace by ``handler``.
+def _running_cell() -> tuple[str | None, int | None]:
+    get_shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
+    shell: Any = get_shell()
+    get_parent = getattr(shell, "get_parent", None)
+    if get_parent is None:
+        return None, None
+    return get_parent().get("metadata", {}).get("cellId"), shell.execution_count
 
-    They are those of the same qualified name that the same statement has attached before, and functions of the same
+
+def replaced_by(
+    handler: Any, place: Place | None, events: Sequence[Any], entries: Iterable[Registration]
+) -> list[Registration]:
+    """Return those of an engine's registrations that a re-run notebook cell means to replace by ``handler``.
+
+    They are all that an earlier run of the same cell has attached, as far as the front end tells which cell it is; else
+    those of the same qualified name that the same statement has attached before; and functions of the same
     qualified name in ``__main__`` whose code object is another one: closures made in one loop share theirs and are all
     kept, and so are two functions of one name in one cell. Lambdas share their name, so of them only the very same one
     is replaced.
     """
-    return [entry for entry in entries if _same_statement(handler, place, entry) or _same_function(handler, entry)]
+    return [
+        entry
+        for entry in entries
+        if _same_cell(place, entry)
+        or (
+            any(entry.event == event for event in events)
+            and (_same_statement(handler, place, entry) or _same_function(handler, entry))
+        )
+    ]
+
+
+def _same_cell(place: Place | None, entry: Registration) -> bool:
+    earlier = entry.place
+    if place is None or earlier is None or place.cell is None:
+        return False
+    return bool(earlier.cell == place.cell and earlier.execution != place.execution)
 
 
 def _same_statement(handler: Any, place: Place | None, entry: Registration) -> bool:

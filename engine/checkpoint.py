@@ -6,6 +6,8 @@ import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+
 from ._loop import IgniteLoop, Standing
 from .data import Position
 from .errors import CheckpointError, suggestion
@@ -38,8 +40,8 @@ def save_engine(
         "max_iters": limits.max_iters,
         "epoch_length": limits.epoch_length,
         "stop_reason": loop.ending,
-        "fields": copy.deepcopy(dict(declared)),
-        "metrics": {name: metrics[name] for name in metrics},
+        "fields": {name: _plain(f"state field {name!r}", value) for name, value in declared.items()},
+        "metrics": {name: _plain(f"metric {name!r}", metrics[name]) for name in metrics},
         "firings": dict(loop.firings),
         "gradients": updates.state_dict(loop.was_left_in_step(), loop.state.iteration > loop.done_iteration),
         "position": None if position is None else position.state_dict(),
@@ -52,6 +54,10 @@ def load_engine(
     """Check what was saved, then write it into the parts of an engine."""
     if not isinstance(saved, Mapping):
         raise CheckpointError(f"an engine's state dictionary was wanted, got {type(saved).__name__}: {saved!r}")
+    if "format" not in saved:
+        names = ", ".join(map(repr, list(saved)[:4])) or "nothing"
+        raise CheckpointError(f"this is no state dictionary of an Engine, but one with {names}: model and optimizer "
+                              "load theirs by their own load_state_dict")  # fmt: skip
     if saved.get("format") != _FORMAT:
         raise CheckpointError(
             f"the state dictionary has format {saved.get('format')!r}, and this version of pellucid reads {_FORMAT}: "
@@ -102,6 +108,28 @@ def _position(saved: Any) -> Position | None:
         ) from error
 
 
+def _plain(what: str, value: Any) -> Any:
+    """Return a copy made of tensors, numbers, texts, lists, tuples and dicts: all that a weights-only loader reads.
+
+    Raises:
+        CheckpointError: there is something else in it.
+    """
+    if value is None or type(value) in (bool, int, float, complex, str, bytes):
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if type(value) in (list, tuple, set):
+        return type(value)(_plain(what, item) for item in value)
+    if isinstance(value, Mapping):
+        return {key: _plain(what, item) for key, item in value.items()}
+    if hasattr(value, "dtype") and hasattr(value, "tolist"):  # NumPy's
+        return value.item() if value.ndim == 0 else torch.as_tensor(value).clone()
+    raise CheckpointError(
+        f"{what} holds a {type(value).__name__}, which a safe loader would not read: keep tensors, numbers, texts, "
+        "lists and dicts in what is to be saved"
+    )
+
+
 def _same_names(what: str, saved: Iterable[str], wanted: Iterable[str]) -> None:
     saved, wanted = list(saved), list(wanted)
     missing = [name for name in wanted if name not in saved]
@@ -109,5 +137,6 @@ def _same_names(what: str, saved: Iterable[str], wanted: Iterable[str]) -> None:
     if missing or extra:
         hint = suggestion(extra[0], missing) if missing and extra else "."
         raise CheckpointError(
-            f"{what} and this engine do not fit: {missing or 'nothing'} missing, {extra or 'nothing'} unknown{hint}"
+            f"{what} and this engine do not fit: {missing or 'nothing'} missing, {extra or 'nothing'} unknown{hint} "
+            "Add what is missing to the dictionary, take out what is unknown, or make the engine as it was"
         )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ._loop import NO_BATCH, IgniteLoop, Standing
-from .data import HeldIterator, Position, RunData, check_data, is_factory, stated_length
+from .data import HeldIterator, Position, RunData, check_data, check_factory, is_factory, stated_length
 from .errors import LimitError
 from .limits import Limits
 from .nesting import Running, active, as_found_again
@@ -55,7 +55,9 @@ class Course:
         limits = asked.over(self.limits if self._trains else Limits())
         if data is None and limits.epoch_length is None:
             raise LimitError("run() needs data, or epoch_length for a step that needs none")
-        if data is not None and not is_factory(data):
+        if is_factory(data):
+            check_factory(data)
+        elif data is not None:
             check_data(data, in_use_around(self))
         if not self._trains:
             self.begin_afresh()
@@ -122,19 +124,30 @@ class Course:
 
     def finish(self, engine: Running) -> None:
         """Keep where the run stands, and let go of everything that belonged to it."""
-        loop, status = self._loop, self._status
+        data = self._data
+        try:
+            self._keep_standing(engine)
+        finally:  # whatever happens to that, a second Ctrl-C too, the engine is at rest
+            self.rest()
+            if data is not None:
+                data.close()  # the last thing: it may wait for worker processes, and be interrupted
+
+    def _keep_standing(self, engine: Running) -> None:
+        loop = self._loop
         if loop.undone_batch() is not NO_BATCH and self._held is not None:
             self._held.held.append(loop.undone_batch())
         self._position = self.position(engine)
         self._updates.cut(loop.was_left_in_step(), loop.state.iteration > loop.done_iteration)
         if self._position is None or self._position.opened is None:
             self._held = None
+
+    def rest(self) -> None:
+        """Be no run any more."""
+        loop, status = self._loop, self._status
+        self._data = None
         loop.set_standing(loop.standing())
-        data, self._data = self._data, None
         loop.leave()
         status.is_running, status.depth, status.parent, status.update_due = False, 0, None, False
-        if data is not None:
-            data.close()  # the last thing: it may wait for worker processes, and be interrupted
 
     def position(self, engine: Running) -> Position | None:
         """Return where a training run stands in its data, in progress or not."""

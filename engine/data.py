@@ -23,7 +23,16 @@ from .errors import DataError
 from .look_ahead import LookAhead, Moment
 from .rng import GeneratorStates, RandomState
 
-__all__ = ["EmptyDataError", "HeldIterator", "Position", "RunData", "check_data", "is_factory", "stated_length"]
+__all__ = [
+    "EmptyDataError",
+    "HeldIterator",
+    "Position",
+    "RunData",
+    "check_data",
+    "check_factory",
+    "is_factory",
+    "stated_length",
+]
 
 _END = object()
 
@@ -38,11 +47,13 @@ class Position:
 
     Attributes:
         batches: how many batches of the pass are done; 0 also when no pass has been opened.
-        drawn: whether one thing more was drawn: a batch that is not done, or the end of the data.
+        drawn: whether one thing more was drawn: a batch that is not done or could not be made, or the end of the data.
         opened: the random state when the pass was opened, None when none was.
         generators: the states of the data's own generators at that moment.
         random: the random state now.
-        generators_now: the states of the data's own generators now.
+        generators_now: the states of the data's own generators now; None where drawing a batch has failed half-way.
+        workers: whether persistent workers are there already when the pass is opened: a loader with new ones draws a
+            seed for them.
         ahead: for each batch that is drawn and not done, in a run that looks ahead, the random state before it.
     """
 
@@ -51,13 +62,14 @@ class Position:
     opened: RandomState | None
     generators: GeneratorStates | None
     random: RandomState
-    generators_now: GeneratorStates
+    generators_now: GeneratorStates | None
+    workers: bool
     ahead: tuple[Moment, ...] = ()
 
     @classmethod
     def between_passes(cls) -> Position:
         """Return the position of a run that is inside no pass."""
-        return cls(0, False, None, None, RandomState(), GeneratorStates(None))
+        return cls(0, False, None, None, RandomState(), GeneratorStates(None), workers=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as tensors and plain numbers."""
@@ -67,21 +79,23 @@ class Position:
             "opened": None if self.opened is None else self.opened.state_dict(),
             "generators": None if self.generators is None else self.generators.state_dict(),
             "random": self.random.state_dict(),
-            "generators_now": self.generators_now.state_dict(),
+            "generators_now": None if self.generators_now is None else self.generators_now.state_dict(),
+            "workers": self.workers,
             "ahead": [moment.state_dict() for moment in self.ahead],
         }
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Position:
         """Return what ``state_dict`` was made of."""
-        opened, generators = state["opened"], state["generators"]
+        opened, generators, generators_now = state["opened"], state["generators"], state["generators_now"]
         return cls(
             batches=state["batches"],
             drawn=state["drawn"],
             opened=None if opened is None else RandomState.from_state_dict(opened),
             generators=None if generators is None else GeneratorStates.from_state_dict(generators),
             random=RandomState.from_state_dict(state["random"]),
-            generators_now=GeneratorStates.from_state_dict(state["generators_now"]),
+            generators_now=None if generators_now is None else GeneratorStates.from_state_dict(generators_now),
+            workers=state["workers"],
             ahead=tuple(Moment.from_state_dict(moment) for moment in state["ahead"]),
         )
 
@@ -127,6 +141,8 @@ class RunData:
         self.raw: Iterator[Any] | None = None  # the present pass itself
         self._redrawn: list[Any] = []  # what was drawn for a pass that is taken up again, and has not been handed out
         self._ended = False
+        self._failed = False  # in drawing a batch
+        self._workers = False  # were there before the pass was opened
         self._rejoined = False
 
     def rejoin(self) -> None:
@@ -151,21 +167,25 @@ class RunData:
         check_data(source, self.in_use)
         self.source = source = _fresh_if_in_use(source, self.in_use)
         if resume is not None:
-            (resume.generators or resume.generators_now).restore(source)
-        opened = None if random is None else (random, GeneratorStates(source))
+            _bring_workers(source, resume.workers)
+            _restore(resume.generators or resume.generators_now, source)
+        self._workers = _has_workers(source)
+        self._opened = None if random is None else (random, GeneratorStates(source))
+        self._pass_began_at = self.done() - done
         raw = iter(source)
         _refuse_consumed(raw, self.in_use)
         self.raw, self.length = raw, stated_length(source)
-        if resume is not None and resume.opened is not None:
+        replayed = resume if resume is not None and resume.opened is not None and done else None
+        if replayed is not None:
             _skip(raw, done)
         if self.look_ahead and self.length is None:
-            raw = self._ahead = LookAhead(raw, source, done, () if resume is None else resume.ahead)
-        if resume is not None and resume.opened is not None:
-            if resume.drawn and self._ahead is None:
+            raw = self._ahead = LookAhead(raw, source, done, () if replayed is None else replayed.ahead)
+        if replayed is not None:
+            if replayed.drawn and self._ahead is None:
                 self._redrawn = list(itertools.islice(raw, 1))
-            resume.random.restore()
-            resume.generators_now.restore(source)
-        self.resume, self._opened, self._pass_began_at = None, opened, self.done() - done
+            replayed.random.restore()
+            _restore(replayed.generators_now, source)
+        self.resume = None
         return self._batches(raw, done > 0)
 
     def _batches(self, raw: Iterator[Any], begun: bool) -> Iterator[Any]:
@@ -182,6 +202,11 @@ class RunData:
                     self._opened = None
                     raise EmptyDataError(_why_empty(self.source)) from None
                 return
+            except GeneratorExit:  # let go of while it waited
+                raise
+            except BaseException:
+                self._failed = True
+                raise
             begun = True
 
     @property
@@ -196,13 +221,16 @@ class RunData:
             return replace(self.resume, random=RandomState()) if between else self.resume
         opened, generators = self._opened or (None, None)
         done = self.done() - self._pass_began_at if self._opened else 0
+        source = self.data if self.source is None else self.source
+        drawn = self._ended or self._failed or bool(self._redrawn) or self.in_work()
         return Position(
             batches=done,
-            drawn=bool(self._opened) and (self._ended or bool(self._redrawn) or self.in_work()),
+            drawn=bool(self._opened) and drawn,
             opened=opened,
             generators=generators,
             random=RandomState(),
-            generators_now=GeneratorStates(self.data if self.source is None else self.source),
+            generators_now=None if self._failed else GeneratorStates(source),
+            workers=self._workers if self._opened else _has_workers(source),
             ahead=() if self._ahead is None else self._ahead.moments(done),
         )
 
@@ -212,7 +240,8 @@ class RunData:
         if isinstance(self.source, HeldIterator) and self._ahead is not None:
             self.source.held += self._ahead.waiting()
         persistent = getattr(self.source, "persistent_workers", False)
-        self._opened, self._ended, self._ahead, self._redrawn = None, False, None, []
+        self._opened, self._ended, self._failed = None, False, False
+        self._ahead, self._redrawn = None, []
         shut_down = getattr(raw, "_shutdown_workers", None)
         if shut_down is not None and not persistent:
             shut_down()  # an error's traceback may keep the iterator, and its workers with it
@@ -258,6 +287,20 @@ class HeldIterator:
 def is_factory(data: Any) -> bool:
     """Say whether ``data`` is a callable that makes the data of each epoch."""
     return callable(data) and not _is_iterable(data)
+
+
+def check_factory(data: Any) -> None:
+    """Refuse a callable that cannot be called as ``data(state)``, by looking at its signature.
+
+    Raises:
+        DataError: as above.
+    """
+    try:
+        inspect.signature(data).bind(object())
+    except TypeError as error:
+        raise DataError(f"a callable is asked for each epoch's data as data(state), but {data!r}: {error}") from None
+    except ValueError:
+        return  # some built-in callables have no signature to look at
 
 
 def check_data(data: Any, in_use: tuple[Any, ...] = ()) -> None:
@@ -307,6 +350,28 @@ def _skip(raw: Iterator[Any], batches: int) -> None:
                 f"{batches} batches of this epoch are done, but the data given to go on with has only {done}: give "
                 "the data the run was stopped with, or begin afresh with engine.reset()"
             )
+
+
+def _restore(generators: GeneratorStates | None, source: Any) -> None:
+    if generators is not None:
+        generators.restore(source)
+
+
+def _has_workers(source: Any) -> bool:
+    return getattr(source, "persistent_workers", False) and getattr(source, "_iterator", None) is not None
+
+
+def _bring_workers(source: Any, wanted: bool) -> None:
+    """Let a loader have persistent workers, or none yet, as it had where it is taken up again."""
+    if not getattr(source, "persistent_workers", False) or wanted == _has_workers(source):
+        return
+    if not wanted:
+        source._iterator._shutdown_workers()
+        source._iterator = None
+        return
+    random = RandomState()
+    iter(source)
+    random.restore()
 
 
 def _fresh_if_in_use(source: Any, in_use: tuple[Any, ...]) -> Any:

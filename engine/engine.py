@@ -38,7 +38,7 @@ from .checkpoint import load_engine, save_engine
 from .course import Course, in_use_around
 from .describe import Description
 from .display import table
-from .errors import HandlerError, RunError, UpdateError
+from .errors import EventError, HandlerError, RecordError, RunError, UpdateError, suggestion
 from .events import Events, check_custom_event, event_name, find_event, split_events
 from .limits import Limits
 from .metrics import attach_metrics
@@ -137,6 +137,8 @@ class Engine:
         gradient_accumulation_steps: int = 1,
         name: str | None = None,
     ) -> None:
+        if isinstance(step, nn.Module):
+            raise HandlerError(f"the step is a {type(step).__name__}: are step and model swapped? Engine(step, model)")
         check_signature(step, "step")
         if mode not in ("train", "eval"):
             raise RunError(f"mode must be 'train' or 'eval', got {mode!r}")
@@ -225,6 +227,17 @@ class Engine:
         return self._name
 
     @property
+    def metrics(self) -> Mapping[str, Any]:
+        """The metrics it was given, by name; what they have computed is in ``state.metrics``."""
+        return self._metrics
+
+    def is_running(self) -> bool:
+        """Say whether a run is in progress now, in this thread or another one."""
+        if self._status.is_running and not self._loop.is_executing() and self not in active():
+            self._course.rest()  # a second Ctrl-C has cut the end of its last run short
+        return self._status.is_running
+
+    @property
     def modules(self) -> tuple[nn.Module, ...]:
         """The modules the engine was given: one, those of the mapping, or none."""
         if self._model is None:
@@ -273,7 +286,7 @@ class Engine:
         """
         return self._updates.update(name)
 
-    def record(self, metrics: Mapping[str, Any]) -> None:
+    def record(self, metrics: Mapping[str, Any], *others: Any) -> None:
         """Publish numbers under names, stamped with this iteration, and fire ``METRICS_RECORDED``.
 
         A tensor is copied and stays on its device; the host waits for it when somebody reads the number. What a
@@ -282,6 +295,8 @@ class Engine:
         Raises:
             RecordError: a name that is no text, or a value that is no number, tensor or array.
         """
+        if others:
+            raise RecordError(f"record takes one mapping: engine.record({{{metrics!r}: {others[0]!r}}})")
         kept = check_record(metrics)
         loop, status = self._loop, self._status
         loop.state.metrics.update(kept)
@@ -401,7 +416,8 @@ class Engine:
         course = self._course
         if not course.plan(Limits.asked(max_epochs, max_iters, epoch_length), data):
             _log.warning(
-                "engine %r is at its limit already (epoch %d, iteration %d): no step was made; reset() begins afresh",
+                "engine %r is at its limit already (epoch %d, iteration %d): no step was made. "
+                "Give a larger limit to go on; reset() begins afresh",
                 self._name,
                 self._state.epoch,
                 self._state.iteration,
@@ -427,7 +443,7 @@ class Engine:
         Raises:
             RunError: the engine is running.
         """
-        if self._status.is_running:
+        if self.is_running():
             raise RunError(f"engine {self._name!r} is running: reset() is for an engine at rest")
         self._course.begin_afresh()
         self._updates.reset()
@@ -435,8 +451,16 @@ class Engine:
 
     # ------------------------------------------------------------------ events
 
-    def on(self, event: Any) -> Callable[[_H], _H]:
-        """Attach the decorated function to an event: ``@engine.on(Events.EPOCH_COMPLETED(every=2))``."""
+    def on(self, event: Any, *others: Any) -> Callable[[_H], _H]:
+        """Attach the decorated function to an event: ``@engine.on(Events.EPOCH_COMPLETED(every=2))``.
+
+        Raises:
+            EventError: this engine fires no such event, or several that are not joined with ``|``.
+        """
+        if others:
+            raise EventError("on takes one event: join several with |, such as Events.STARTED | Events.COMPLETED")
+        for one in split_events(event):
+            find_event(one, self._events)
 
         def attach(handler: _H) -> _H:
             self.add_event_handler(event, handler)
@@ -444,7 +468,7 @@ class Engine:
 
         return attach
 
-    def add_event_handler(self, event: Any, handler: Handler) -> Handle:
+    def add_event_handler(self, event: Any, handler: Any) -> Handle:
         """Attach a handler, to be called as ``handler(engine, batch)``, to an event or a ``|`` list of events.
 
         In a notebook, a handler takes the place of the one that an earlier run of its cell has attached.
@@ -462,9 +486,12 @@ class Engine:
             raise HandlerError("an empty list of events was given: the handler would never be called")
         table = self._loop._event_handlers
         place = calling_place()
-        for old in [old for one in events for old in replaced_by(handler, place, table.registrations(one))]:
-            table.drop(old)
-            _log.warning("handler %s replaces the one that this cell attached before", old.handler.__qualname__)
+        old = replaced_by(handler, place, events, table.registrations())
+        for entry in old:
+            table.drop(entry)
+        if old:
+            names = ", ".join(dict.fromkeys(entry.short_name for entry in old))
+            _log.warning("replaced what this cell, or a function of the same name, attached before: %s", names)
         entries = [Registration(handler, one, place) for one in events]
         for entry in entries:
             table[entry.event].append(entry)
@@ -554,9 +581,16 @@ class Engine:
             CheckpointError: it does not fit this engine.
             RunError: the engine is running.
         """
-        if self._status.is_running:
+        if self.is_running():
             raise RunError(f"engine {self._name!r} is running: load_state_dict() is for an engine at rest")
         self._course.go_on_from(*load_engine(state, self._loop, self._status, self._declared, self._updates))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Say what there is instead: reached only for names that an engine does not have."""
+        known = [known for known in dir(type(self)) if not known.startswith("_")]
+        raise AttributeError(
+            f"an Engine has no {name!r}{suggestion(name, known)} (An Ignite component attaches to engine.ignite.)"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse to be copied or pickled: a copy would share the model and be half of a run."""

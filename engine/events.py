@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from ignite.engine.events import CallableEventWithFilter
 from ignite.engine.events import EventEnum as IgniteEventEnum
+from ignite.engine.events import Events as IgniteEvents
 from ignite.engine.events import EventsList as IgniteEventsList
 
 from .errors import EventError, suggestion
@@ -231,7 +232,11 @@ def check_custom_event(event: Any) -> None:
     """Refuse what cannot be registered as an event.
 
     Raises:
-        EventError: neither a text nor a member of an ``EventEnum``.
+        EventError: neither a text nor a member of an ``EventEnum``, or of a name that the loop's events have.
     """
     if not isinstance(event, str | IgniteEventEnum):
         raise EventError(f"register_events takes texts and members of an EventEnum, such as *MyEvents, got {event!r}")
+    if event_name(event).upper() in Events.__members__ and not isinstance(event, Events | IgniteEvents):
+        raise EventError(
+            f"{event!r} has the name of an event of the loop, and would be taken for it: choose another one"
+        )

@@ -15,8 +15,8 @@ from .records import is_recordable
 __all__ = ["attach_metrics"]
 
 
-def attach_metrics(engine: Any, metrics: Any) -> tuple[str, ...]:
-    """Attach metrics by name, and let their values be recorded at each epoch's end; return the names.
+def attach_metrics(engine: Any, metrics: Any) -> dict[str, Any]:
+    """Attach metrics by name, and let their values be recorded at each epoch's end; return them.
 
     The values of one epoch are one record, made before any ``EPOCH_COMPLETED`` handler of the user runs.
 
@@ -24,7 +24,7 @@ def attach_metrics(engine: Any, metrics: Any) -> tuple[str, ...]:
         HandlerError: not a mapping of names to Ignite or torchmetrics metrics.
     """
     if metrics is None:
-        return ()
+        return {}
     if not isinstance(metrics, Mapping):
         raise HandlerError(f'metrics= takes a mapping, {{"accuracy": Accuracy()}}, got {metrics!r}')
     for name, metric in metrics.items():
@@ -41,7 +41,7 @@ def attach_metrics(engine: Any, metrics: Any) -> tuple[str, ...]:
     names = tuple(metrics)
     if names:
         engine.add_event_handler(Events.EPOCH_COMPLETED, _Publisher(names).publish_metrics)
-    return names
+    return dict(metrics)
 
 
 class _Publisher:
@@ -53,20 +53,19 @@ class _Publisher:
     def publish_metrics(self, engine: Any, batch: Any) -> None:
         computed = engine.ignite.state.metrics
         for name in self.names:
-            _take_out_parts(name, computed)
+            self._take_out_parts(name, computed)
         values = _flat({name: computed[name] for name in self.names if name in computed})
         if values:
             engine.record(values)
 
-
-def _take_out_parts(name: str, computed: dict[str, Any]) -> None:
-    """Take out what Ignite puts under the bare names of the parts of a metric: they are recorded as ``name/part``."""
-    parts = computed.get(name)
-    if not isinstance(parts, Mapping):
-        return
-    for part in parts:
-        if computed.get(part) is parts[part]:
-            del computed[part]
+    def _take_out_parts(self, name: str, computed: dict[str, Any]) -> None:
+        """Take out what Ignite puts under the bare names of a metric's parts: they are recorded as ``name/part``."""
+        parts = computed.get(name)
+        if not isinstance(parts, Mapping):
+            return
+        for part in parts:
+            if part not in self.names and computed.get(part) is parts[part]:
+                del computed[part]
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from .errors import RunError
 from .rng import GeneratorStates, RandomState
@@ -55,6 +56,13 @@ class Running(Protocol):
     def modules(self) -> tuple[nn.Module, ...]:
         """The modules it was given."""
 
+    def is_running(self) -> bool:
+        """Whether its loop is running now, in this thread or another one."""
+
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        """The metrics it was given."""
+
     @property
     def optimizer(self) -> Any:
         """Its optimizer, a mapping of them, or None."""
@@ -76,11 +84,17 @@ def refuse_reentry(engine: Running) -> None:
         RunError: as above; the outer run is intact and may go on.
     """
     outer = active()
-    if engine.state.is_running or any(engine is other for other in outer):
+    if engine.is_running() or any(engine is other for other in outer):
         raise RunError(
             f"engine {engine.name!r} is running already and cannot be started again inside itself; nothing was "
             "changed. engine.fork(step) makes an engine with the same model and fresh state for an inner run"
         )
+    for name, metric in engine.metrics.items():
+        if any(metric is used for other in outer for used in other.metrics.values()):
+            raise RunError(
+                f"metric {name!r} of engine {engine.name!r} is a metric of the run around it too, and would lose what "
+                "it has gathered there: give each engine a metric object of its own"
+            )
     if engine.state.mode != "train" or not outer:
         return
     inside = {id(part) for part in _modules_and_parameters(*outer)}
@@ -117,10 +131,12 @@ def run_scope(engine: Running, *data: Any) -> Iterator[None]:
     own = () if train else engine.modules
     around = tuple(chain.from_iterable(other.modules for other in outer))
     with ExitStack() as stack:
-        stack.callback(_active.reset, _active.set((*outer, engine)))
+        stack.callback(_active.set, outer)
+        _active.set((*outer, engine))
         if outer:
-            randomness = _Randomness(data)
-            stack.callback(_left.reset, _left.set((*_left.get(), randomness)))
+            randomness, left = _Randomness(data), _left.get()
+            stack.callback(_left.set, left)
+            _left.set((*left, randomness))
             stack.callback(randomness.put_back)
         stack.callback(_restore_flags, _flags((*around, *own)))
         if outer:
@@ -196,17 +212,40 @@ def _restore_gradients(taken: list[tuple[nn.Parameter, bool, torch.Tensor | None
             parameter.requires_grad_(requires_grad)
 
 
-def _buffers(roots: Iterable[nn.Module]) -> list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]:
+def _buffers(roots: Iterable[nn.Module]) -> list[_Buffer]:
     return [
-        (module, name, buffer, buffer.detach().clone())
+        _Buffer(module, name, buffer, buffer.detach().clone())
         for module in _modules(roots)
         for name, buffer in module.named_buffers(recurse=False)
+        if not is_lazy(buffer)
     ]
 
 
-def _restore_buffers(buffers: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]) -> None:
-    for module, name, buffer, before in buffers:
-        if getattr(module, name, None) is not buffer:
-            setattr(module, name, buffer)
-        # by `data`, which autograd does not take for a change: the outer step may be between forward and backward
-        buffer.data.copy_(before)
+class _Buffer(NamedTuple):
+    """A buffer as an inner run found it."""
+
+    module: nn.Module
+    name: str
+    buffer: torch.Tensor
+    before: torch.Tensor
+
+    def put_back(self) -> None:
+        """Put the buffer and its values back, by `data`, which autograd does not take for a change of them.
+
+        Always: batch normalisation does not count what it writes. But nothing writes to an expanded tensor.
+        """
+        if getattr(self.module, self.name, None) is not self.buffer:
+            setattr(self.module, self.name, self.buffer)
+        if not _is_expanded(self.buffer):
+            self.buffer.data.copy_(self.before)
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided:
+        return False
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _restore_buffers(buffers: list[_Buffer]) -> None:
+    for buffer in buffers:
+        buffer.put_back()

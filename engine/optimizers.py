@@ -1,17 +1,27 @@
-"""Which optimizers an engine has: instances, or made by factories from the model's parameters."""
+"""The optimizers of an engine: how they are made of what it was given, and what is asked of their parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .errors import UpdateError
 from .strategies.base import modules_of
 
-__all__ = ["OptimizerFactory", "Optimizers", "build_optimizers"]
+__all__ = [
+    "OptimizerFactory",
+    "Optimizers",
+    "build_optimizers",
+    "drop_gradients",
+    "gradients_of",
+    "has_gradient",
+    "held_by",
+    "trained_by",
+    "zero_gradients",
+]
 
 OptimizerFactory = Callable[[Any], Optimizer]
 Optimizers = Optimizer | Mapping[str, Optimizer] | None
@@ -34,6 +44,8 @@ def build_optimizers(given: Any, model: Any) -> tuple[Optimizers, dict[str, Opti
     if not given:
         raise UpdateError("optimizer={} is an empty mapping: leave it out, or give an optimizer for each name")
     named = {name: _build_one(one, _part(model, name), name) for name, one in given.items()}
+    if len({id(one) for one in named.values()}) < len(named):
+        raise UpdateError(f"one optimizer was given under several of the names {list(named)}: give each its own")
     return (given if all(named[name] is one for name, one in given.items()) else named), named
 
 
@@ -57,8 +69,7 @@ def _build_one(given: Any, model: Any, name: str) -> Optimizer:
             f"{name} must be a torch optimizer, a factory params -> optimizer, or a mapping of either, got {given!r}"
         )
     mine = {id(parameter) for parameter in parameters}
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if model is not None and not any(id(parameter) in mine for parameter in held):
+    if model is not None and not any(id(parameter) in mine for parameter in held_by(optimizer)):
         raise UpdateError(
             f"optimizer {name!r} holds none of the model's {len(mine)} parameters, so it would train nothing: make it "
             "from this model's parameters, or pass a factory such as lambda params: SGD(params, lr=0.1)"
@@ -72,3 +83,42 @@ def _parameters(model: Any) -> list[nn.Parameter]:
         for parameter in module.parameters():
             seen[id(parameter)] = parameter
     return list(seen.values())
+
+
+def held_by(optimizer: Optimizer) -> list[Any]:
+    """Return the parameters of all groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def trained_by(optimizer: Optimizer) -> list[Any]:
+    """Return those that are not frozen."""
+    return [parameter for parameter in held_by(optimizer) if parameter.requires_grad]
+
+
+def gradients_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the gradients that are there."""
+    return [parameter.grad for parameter in held_by(optimizer) if parameter.grad is not None]
+
+
+def has_gradient(optimizer: Optimizer) -> bool:
+    """Say whether any is there."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                return True
+    return False
+
+
+def drop_gradients(optimizer: Optimizer) -> None:
+    """Take all gradients off the parameters; the tensors themselves stay as they are."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
+def zero_gradients(optimizer: Optimizer) -> None:
+    """Do as ``optimizer.zero_grad()`` does."""
+    if getattr(optimizer.zero_grad, "__func__", None) is Optimizer.zero_grad:
+        drop_gradients(optimizer)  # the same, without a range for the profiler that takes longer than a small step
+    else:
+        optimizer.zero_grad()

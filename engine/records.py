@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Number
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -46,6 +46,14 @@ class MetricsView(Mapping[str, Any]):
         if number is not value:
             self._values[name] = number
         return number
+
+    def __setitem__(self, name: str, value: Any) -> NoReturn:
+        """Refuse: metrics are recorded."""
+        raise TypeError(f"metrics are read-only: publish a number with engine.record({{{name!r}: {value!r}}})")
+
+    def __delitem__(self, name: str) -> NoReturn:
+        """Refuse: what was recorded stays."""
+        raise TypeError(f"metrics are read-only: {name!r} stays recorded")
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names, in the order of their first record."""

@@ -48,7 +48,8 @@ class RandomState:
             numpy.random.set_state(self.numpy)
         for kind, module in _device_modules():
             if kind in self.devices:
-                module.set_rng_state_all(self.devices[kind])
+                here = len(module.get_rng_state_all())  # a checkpoint may come from a machine with more devices
+                module.set_rng_state_all(self.devices[kind][:here])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as tensors and plain numbers, so that a weights-only loader reads it."""
@@ -68,14 +69,14 @@ class RandomState:
         self = cls.__new__(cls)
         version, words, gauss = state["python"]
         self.python = (version, tuple(words.tolist()), gauss)
-        self.torch = state["torch"]
+        self.torch = state["torch"].cpu()  # wherever the file was mapped to
         self.numpy = None
         if "numpy" in state:
             import numpy
 
             kind, keys, position, has_gauss, cached = state["numpy"]
             self.numpy = (kind, numpy.array(keys.tolist(), dtype=numpy.uint32), position, has_gauss, cached)
-        self.devices = dict(state["devices"])
+        self.devices = {kind: [one.cpu() for one in states] for kind, states in state["devices"].items()}
         return self
 
 
@@ -144,19 +145,38 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from (value.func, value.args, value.keywords)
     elif isinstance(value, FunctionType):
         yield from (cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY_CELL)
+        yield from (value.__defaults__ or (), value.__kwdefaults__ or {})
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict):
         yield from list(attributes.values())
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if not name.startswith("__"):
+                yield getattr(value, name, None)
 
 
 def _is_generator(value: Any) -> bool:
-    if isinstance(value, torch.Generator | random.Random):
+    if isinstance(value, torch.Generator) or (isinstance(value, random.Random) and not _has_no_state(value)):
+        return True
+    if _counts_epochs(value):
         return True
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.random.Generator | numpy.random.RandomState)
 
 
+def _has_no_state(generator: random.Random) -> bool:
+    return isinstance(generator, random.SystemRandom)
+
+
+def _counts_epochs(value: Any) -> bool:
+    """Say whether this is a sampler that shuffles by a seed and the epoch it is told, such as DistributedSampler."""
+    return callable(getattr(value, "set_epoch", None)) and type(getattr(value, "epoch", None)) is int
+
+
 def _get_state(generator: Any) -> Any:
+    if _counts_epochs(generator):
+        return generator.epoch
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
@@ -166,13 +186,17 @@ def _get_state(generator: Any) -> Any:
 
 def _kind(state: Any) -> Any:
     """Return what two states have in common of which one may be put in the other's place."""
+    if isinstance(state, int):
+        return int
     if isinstance(state, torch.Tensor):
         return state.numel()
     return state["bit_generator"] if isinstance(state, dict) else (type(state[0]), len(state))
 
 
 def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
+    if _counts_epochs(generator):
+        generator.set_epoch(state)
+    elif isinstance(generator, torch.Generator):
         generator.set_state(state)
     elif isinstance(generator, random.Random):
         generator.setstate(state)

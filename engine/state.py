@@ -20,6 +20,8 @@ from .errors import StateError, suggestion
 from .nested import map_nested
 from .records import MetricsView, Record
 
+_PLAIN = frozenset({type(None), bool, int, float, str, torch.Tensor})
+
 __all__ = ["RunStatus", "StateSnapshot", "StateView", "check_declared"]
 
 
@@ -67,7 +69,10 @@ class StateView:
     max_epochs: int | None = _field("_loop.state.max_epochs", "the run's limit of epochs")
     max_iters: int | None = _field("_loop.state.max_iters", "the run's limit of iterations")
     epoch_length: int | None = _field("_loop.state.epoch_length", "batches in an epoch, as asked for, else a hint")
-    output: Any = _field("_loop.state.output", "what the step returned, detached; None once the next batch is there")
+    output: Any = _field(
+        "_loop.state.output",
+        "what the step returned, detached; None once the next batch is there, and outside of a run",
+    )
     metrics: MetricsView = _field("_loop.state.metrics", "all metrics recorded, by name", MetricsView)
     last_record: Record | None = _field("_status.last_record", "what the last call of engine.record published")
     times: Mapping[str, float | None] = _field(
@@ -104,6 +109,8 @@ class StateView:
     def __setattr__(self, name: str, value: Any) -> None:
         """Write a declared field. Tensors in it are detached: a graph would keep a whole iteration alive."""
         if name in self._declared:
+            if type(value) not in _PLAIN:
+                _copied(name, value)  # what cannot be copied would fail at the end of the run
             self._declared[name] = _without_graph(value)
         else:
             _refuse_write(name, self._declared)
@@ -260,12 +267,15 @@ def _frozen(name: str, value: Any) -> Any:
 
 
 def _rows(state: Any) -> Iterator[tuple[str, str]]:
-    for name in dir(state):
-        if name != "snapshot":
-            value = getattr(state, name)
-            if name == "parent" and value is not None:
-                value = f"epoch {value.epoch}, iteration {value.iteration}"
-            yield name, _short(value)
+    for name in (*FIELDS, *(name for name in dir(state) if name not in FIELDS and name != "snapshot")):
+        value = getattr(state, name)
+        if name == "parent" and value is not None:
+            value = f"epoch {value.epoch}, iteration {value.iteration}"
+        elif isinstance(value, MappingProxyType):
+            value = dict(value)
+        elif isinstance(value, torch.device):
+            value = str(value)
+        yield name, _short(value)
 
 
 def _short(value: Any) -> str:

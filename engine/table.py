@@ -57,6 +57,12 @@ class Registration(tuple[Any, tuple[Any, ...], dict[str, Any]]):
         handler: Call = self[0]
         return handler
 
+    @property
+    def short_name(self) -> str:
+        """The handler's class, if it is a method, else the function's name."""
+        owner = getattr(self.handler, "__self__", None)
+        return type(owner).__name__ if owner is not None else getattr(self.handler, "__qualname__", repr(self.handler))
+
     def is_due(self, engine: Any, count: int) -> bool:
         """Say whether the filter lets this count pass."""
         when = self.when

@@ -31,8 +31,13 @@ class Attachable(ABC):
         """Listen to ``engine``'s events, and return the handler itself.
 
         Raises:
-            HandlerError: it is attached to this engine already.
+            HandlerError: no engine, or one that it is attached to already.
         """
+        if not isinstance(engine, Engine):
+            raise HandlerError(
+                f"{type(self).__name__} attaches to an Engine, got {type(engine).__name__}: {engine!r}. "
+                "(engine.ignite is for Ignite's own components.)"
+            )
         if self._is_attached(engine):
             raise HandlerError(f"{self!r} is attached to this engine already, and would do everything twice")
         for event, method in self._subscriptions():

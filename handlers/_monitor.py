@@ -82,7 +82,7 @@ class Monitor:
         epoch, self._epoch_to_check = self._epoch_to_check, None
         if epoch is None or epoch < self._first_epoch or self._has_come:
             return
-        missing = describe_missing(engine, self.name)
+        missing = describe_missing(engine, self.name) or _describe_unrecorded(engine, self.name)
         if missing:
             raise MonitorError(
                 f"monitor={self.name!r}: by the end of epoch {epoch} {missing} For a metric that comes later give "
@@ -97,6 +97,16 @@ def describe_missing(engine: Engine, name: str) -> str | None:
         return None
     what = f"nobody has recorded {name!r}{nearest_name(name, recorded)}"
     return f"{what} Recorded: {', '.join(map(repr, recorded)) or 'nothing'}."
+
+
+def _describe_unrecorded(engine: Engine, name: str) -> str | None:
+    """Return what to say of a metric that is there and was never recorded, so that nobody was told of it."""
+    if name not in engine.state.metrics or any(_announces(handler, name) for handler in engine.attached()):
+        return None
+    return (
+        f"{name!r} is in state.metrics, but was never recorded: an Ignite metric on engine.ignite only writes it "
+        f"there. Pass the metric as Engine(..., metrics={{{name!r}: ...}}), or call engine.record({{{name!r}: value}})."
+    )
 
 
 def nearest_name(name: str, known: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 SEED = 20260
-# tensors of a few numbers gain nothing from threads, and on a busy machine wait for one another a thousand times as long
+# tensors of a few numbers gain nothing from threads, which on a busy machine wait for one another
 torch.set_num_threads(1)
 
 # No deadline: the first example pays for what torch sets up. `HYPOTHESIS_PROFILE=thorough make test` looks harder.

@@ -845,7 +845,7 @@ def test_a_cell_run_again_replaces_its_handler_and_says_so(again, notebook, capl
     with caplog.at_level(logging.WARNING, logger="pellucid.engine"):
         run_cell(again, notebook)
     assert len(seen_in_a_run(notebook)) == 1
-    assert "handler look replaces the one that this cell attached before" in caplog.text
+    assert "replaced what this cell, or a function of the same name, attached before: look" in caplog.text
 
 
 def test_a_cell_run_again_replaces_a_handler_with_another_filter(notebook):
@@ -920,3 +920,26 @@ def test_outside_a_notebook_nothing_is_replaced(notebook):
     for _ in range(2):
         run_cell(HANDLER.format("a"), notebook)
     assert seen_in_a_run(notebook) == ["a", "a"]
+
+
+def test_on_without_an_event_is_refused_at_once():
+    engine = Engine(lambda engine, batch: batch)
+    with pytest.raises(EventError, match="an event was wanted"):
+
+        @engine.on
+        def look(engine, batch): ...
+
+    with pytest.raises(EventError, match=r"join several with \|"):
+        engine.on(Events.STARTED, Events.COMPLETED)
+
+
+def test_an_ignite_component_attached_to_the_engine_itself_is_told_where_it_belongs():
+    engine = Engine(lambda engine, batch: batch)
+    with pytest.raises(HandlerError, match=r"Average is a component of Ignite: attach it to engine\.ignite"):
+        ignite.metrics.Average().attach(engine, "average")
+
+
+@pytest.mark.parametrize("name", ["STARTED", "epoch_completed"])
+def test_the_loops_own_events_cannot_be_registered_again(name):
+    with pytest.raises(EventError, match="has the name of an event of the loop"):
+        Engine(lambda engine, batch: batch).register_events(name)

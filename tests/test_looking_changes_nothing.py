@@ -438,7 +438,7 @@ def test_the_iterator_that_the_outer_run_is_consuming_is_refused_and_the_outer_r
                 engine.fork(lambda inner, batch: None).run(data)
 
     training = Training().at("before the forward", consume).run(epochs=1, data=epochs_data(batches))
-    assert training.samples == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11], [12, 13]]
+    assert list(training.samples.values()) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11], [12, 13]]
 
 
 def test_data_that_hands_out_the_iterator_which_the_outer_run_is_consuming_is_refused():

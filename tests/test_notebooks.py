@@ -193,9 +193,8 @@ def test_a_cell_that_attaches_ready_made_handlers_replaces_them_when_it_is_run_a
     for _ in range(3):
         cell(source)
     cell("engine.on(Events.ITERATION_COMPLETED)(lambda engine, batch: engine.record({'x': batch}))")
-    assert cell("engine.run([1, 2]); print(len(history), [type(o).__name__ for o in engine.attached()])").printed.endswith(
-        "2 ['History', 'ProgressBar', 'ProgressBar']\n"
-    )
+    shown = cell("engine.run([1, 2]); print(len(history), [type(one).__name__ for one in engine.attached()])")
+    assert shown.printed.endswith("2 ['History', 'ProgressBar', 'ProgressBar']\n")
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_at_the_limit_already_a_run_makes_no_step_fires_no_event_and_says_so(lim
     assert (trace, seen, result.iteration, result.stop_reason) == ([], before, 6, "completed")
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("pellucid.engine", "WARNING")
-    assert "engine 'mine' is at its limit already (epoch 2, iteration 6): no step was made; reset()" in record.message
+    assert "engine 'mine' is at its limit already (epoch 2, iteration 6): no step was made. Give" in record.message
 
 
 def test_a_run_that_finds_nothing_left_has_completed_whatever_stopped_the_one_before():
@@ -509,7 +509,7 @@ def drop(name):
     [
         (lambda state: None, "an engine's state dictionary was wanted, got NoneType"),
         (lambda state: [1], "an engine's state dictionary was wanted, got list"),
-        (lambda state: {}, "has format None, and this version of pellucid reads 1"),
+        (lambda state: {}, "is no state dictionary of an Engine"),
         (change(format=2), "has format 2, and this version of pellucid reads 1"),
         (drop("iteration"), r"\['iteration'\] missing, nothing unknown"),
         (change(itertion=1), r"nothing missing, \['itertion'\] unknown"),

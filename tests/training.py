@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import random
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -152,24 +153,29 @@ class Training:
         seed_everything(seed)
         self.model = make_net()
         self.loader = (LOADERS | WORKER_LOADERS)[loader]() if isinstance(loader, str) else loader()
-        self.engine = Engine(self.step, self.model, optimizer=optimizer, state={"seen": 0})
-        self.samples: list[list[int]] = []
-        self.losses: list[float] = []
+        # weakly, so that no cycle keeps the loader: one that the collector takes waits for each of its workers
+        me = weakref.proxy(self)
+        self.engine = Engine(
+            partial(Training.step, me), self.model, optimizer=optimizer, state={"seen": 0}, name="train"
+        )
+        self.samples: dict[int, list[int]] = {}
+        self.losses: dict[int, float] = {}
         self._actions: dict[str, list[Action]] = {place: [] for place in STEP_PLACES}
         self._seed: int | None = seed
+        self._random = random_states()
 
     def step(self, engine: Engine, batch: Any) -> torch.Tensor:
         x, y, index = batch
         self._act("before the forward")
         loss = cross_entropy(engine.model(x), y)
+        self.samples[engine.state.iteration] = index.tolist()
+        self.losses[engine.state.iteration] = loss.item()
+        engine.state.seen = engine.state.iteration
         self._act("after the forward")
         engine.backward(loss)
         self._act("after the backward")
         engine.update()
         self._act("after the update")
-        engine.state.seen += len(x)
-        self.samples.append(index.tolist())
-        self.losses.append(loss.item())
         return loss
 
     def at(self, place: Any, action: Action) -> Training:
@@ -177,7 +183,8 @@ class Training:
         if place in self._actions:
             self._actions[place].append(action)
         else:
-            self.engine.add_event_handler(place, lambda engine, batch: action(self, engine))
+            me = weakref.proxy(self)
+            self.engine.add_event_handler(place, lambda engine, batch: action(me, engine))
         return self
 
     def _act(self, place: str) -> None:
@@ -185,11 +192,14 @@ class Training:
             action(self, self.engine)
 
     def run(self, epochs: int | None = None, data: Any = None, **limits: Any) -> Training:
-        """Run, and go on after that; the first run starts from the seed, whatever was done since this was made."""
+        """Run, and go on after that; the first run starts from the seed, whatever happened since this was made."""
         if self._seed is not None:
             seed_everything(self._seed)
             self._seed = None
-        self.engine.run(self.loader if data is None else data, epochs, **limits)
+        try:
+            self.engine.run(self.loader if data is None else data, epochs, **limits)
+        finally:
+            self._random = random_states()
         return self
 
     def saved(self) -> dict[str, Any]:
@@ -205,18 +215,19 @@ class Training:
         return self
 
     def outcome(self, *, since: int = 0) -> dict[str, Any]:
-        """Return all there is to compare after a run: the losses and samples from iteration ``since`` on."""
+        """Return all there is to compare after a run, whenever asked; samples and losses after iteration ``since``."""
         state = self.engine.state
         outcome = {
             "weights": copy.deepcopy(dict(self.model.state_dict())),
             "optimizer": copy.deepcopy(self.engine.optimizer.state_dict()),
             "flags": flags(self.model),
             "gradients": [parameter.grad for parameter in self.model.parameters()],
-            "samples": self.samples[since:],
-            "losses": self.losses[since:],
+            "samples": {iteration: samples for iteration, samples in self.samples.items() if iteration > since},
+            "losses": {iteration: loss for iteration, loss in self.losses.items() if iteration > since},
             "counters": (state.epoch, state.iteration, state.epoch_iteration, state.updates, state.seen),
-            "random": random_states(),
+            "random": self._random,
         }
+        set_random_states(self._random)
         outcome["samples of the next epoch"] = [batch[2].tolist() for batch in self.loader]
         return outcome
 
@@ -227,6 +238,12 @@ def flags(model: nn.Module) -> dict[str, bool]:
 
 def random_states() -> dict[str, Any]:
     return {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    numpy.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
 
 
 # ---------------------------------------------------------------------- inner runs
