@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import random
-from contextlib import suppress
 from functools import cache
 
 import pytest
@@ -16,8 +15,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Sampler
 from training import (
     BATCH,
+    FIRINGS,
     LOADERS,
     SAMPLES,
+    VERBS,
     WORKER_LOADERS,
     Boom,
     Look,
@@ -27,10 +28,15 @@ from training import (
     Training,
     adam,
     assert_equal_to_the_bit,
+    fail,
+    interrupt,
     make_net,
     momentum,
     random_states,
+    run_on,
     seed_everything,
+    stop_at,
+    terminate,
 )
 
 from pellucid.engine import Engine, Events
@@ -102,62 +108,6 @@ def test_a_run_whose_step_is_written_in_plain_pytorch_equals_the_plain_loop(opti
 @cache
 def unstopped(loader="shuffled", since=0):
     return Training(loader).run(epochs=2).outcome(since=since)
-
-
-def terminate(engine):
-    engine.terminate()
-
-
-def interrupt(engine):
-    engine.interrupt()
-
-
-def fail(engine):
-    raise Boom
-
-
-def press_ctrl_c(engine):
-    raise KeyboardInterrupt
-
-
-VERBS = (terminate, interrupt, fail, press_ctrl_c)
-# the events and places of a run, where the batch in work can be repeated or has been trained on, and their firings
-FIRINGS = {
-    Events.STARTED: 1,
-    Events.EPOCH_STARTED: 2,
-    Events.GET_BATCH_STARTED: 10,
-    Events.GET_BATCH_COMPLETED: 10,
-    Events.ITERATION_STARTED: 10,
-    "before the forward": 10,
-    Events.UPDATE_COMPLETED: 10,
-    "after the update": 10,
-    Events.ITERATION_COMPLETED: 10,
-    Events.DATALOADER_STOP_ITERATION: 2,
-    Events.EPOCH_COMPLETED: 2,
-    Events.COMPLETED: 1,
-}
-
-
-def stop_at(training, place, firing, verb):
-    def count_and_stop(training, engine):
-        fired.append(place)
-        if len(fired) in (firing if isinstance(firing, tuple) else (firing,)):
-            verb(engine)
-
-    fired = []
-    return training.at(place, count_and_stop)
-
-
-def run_on(training, between=lambda: None):
-    """Run two epochs, going on after every stop; return how often it was stopped."""
-    stops = 0
-    while True:
-        with suppress(Boom, KeyboardInterrupt):
-            training.run(epochs=2)
-        if training.engine.state.stop_reason == "completed":
-            return stops
-        stops += 1
-        between()
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)

@@ -321,7 +321,7 @@ class Look:
 
     def _look(self, training: Training, engine: Engine, where: str) -> None:
         for place, look in self.inside:
-            if place == where:
+            if place == where and engine.state.iteration <= 2:
                 look(training, engine)
 
     def _end(self, engine: Engine, batch: Any) -> None:
@@ -344,6 +344,69 @@ def leave_modes_changed(model: nn.Module) -> None:
     model.requires_grad_(False)
     torch.set_grad_enabled(not torch.is_grad_enabled())
     seed_everything(99)
+
+
+# ---------------------------------------------------------------------- stops
+
+
+def terminate(engine: Engine) -> None:
+    engine.terminate()
+
+
+def interrupt(engine: Engine) -> None:
+    engine.interrupt()
+
+
+def fail(engine: Engine) -> None:
+    raise Boom
+
+
+def press_ctrl_c(engine: Engine) -> None:
+    raise KeyboardInterrupt
+
+
+VERBS = (terminate, interrupt, fail, press_ctrl_c)
+# where two epochs can be stopped so that the batch in work is done or can be done again, and how often they come by
+FIRINGS: dict[Place, int] = {
+    Events.STARTED: 1,
+    Events.EPOCH_STARTED: 2,
+    Events.GET_BATCH_STARTED: 10,
+    Events.GET_BATCH_COMPLETED: 10,
+    Events.ITERATION_STARTED: 10,
+    "before the forward": 10,
+    Events.UPDATE_COMPLETED: 10,
+    "after the update": 10,
+    Events.ITERATION_COMPLETED: 10,
+    Events.DATALOADER_STOP_ITERATION: 2,
+    Events.EPOCH_COMPLETED: 2,
+    Events.COMPLETED: 1,
+}
+
+
+def stop_at(
+    training: Training, place: Place, firing: int | tuple[int, ...], verb: Callable[[Engine], None]
+) -> Training:
+    """Let a training be stopped when it comes by a place for the n-th time."""
+
+    def count_and_stop(training: Training, engine: Engine) -> None:
+        fired.append(place)
+        if len(fired) in (firing if isinstance(firing, tuple) else (firing,)):
+            verb(engine)
+
+    fired: list[Place] = []
+    return training.at(place, count_and_stop)
+
+
+def run_on(training: Training, between: Callable[[], None] = lambda: None, epochs: int = 2) -> int:
+    """Run to the end, going on after every stop; return how often it was stopped."""
+    stops = 0
+    while True:
+        with suppress(Boom, KeyboardInterrupt):
+            training.run(epochs)
+        if training.engine.state.stop_reason == "completed":
+            return stops
+        stops += 1
+        between()
 
 
 # ---------------------------------------------------------------------- equality
