@@ -6,7 +6,6 @@ and where the training itself is stopped and gone on with.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -24,6 +23,7 @@ from training import (
     Look,
     Place,
     Training,
+    Verb,
     adam,
     assert_equal_to_the_bit,
     momentum,
@@ -31,7 +31,7 @@ from training import (
     stop_at,
 )
 
-from pellucid.engine import Engine, Events
+from pellucid.engine import Events
 
 OPTIMIZERS = {"momentum": momentum, "adam": adam}
 # noise out of the global random state makes a batch that cannot be made again: see `FIRINGS`
@@ -61,7 +61,7 @@ class Program:
     optimizer: str
     epochs: int
     looks: tuple[tuple[Place, Look], ...]
-    stops: tuple[tuple[Place, int, Callable[[Engine], None]], ...] = ()
+    stops: tuple[tuple[Place, int, Verb], ...] = ()
 
     def outcome(self) -> dict[str, Any]:
         training = Training(self.loader, OPTIMIZERS[self.optimizer])

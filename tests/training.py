@@ -295,10 +295,12 @@ class Look:
         def step(engine: Engine, batch: Any) -> torch.Tensor:
             return self._step(training, engine, batch)
 
-        if self.does == "trains a copy":
-            return outer.fork(step, mode="train", model="copy", optimizer=momentum)
         if self.does == "evaluates by hand":  # as in plain PyTorch: the engine knows nothing of the model
             return Engine(step, mode="eval")
+        if outer.model is None:
+            outer = training.engine
+        if self.does == "trains a copy":
+            return outer.fork(step, mode="train", model="copy", optimizer=momentum)
         return outer.fork(step)
 
     def _step(self, training: Training, engine: Engine, batch: Any) -> torch.Tensor:
@@ -365,7 +367,8 @@ def press_ctrl_c(engine: Engine) -> None:
     raise KeyboardInterrupt
 
 
-VERBS = (terminate, interrupt, fail, press_ctrl_c)
+Verb = Callable[[Engine], None]
+VERBS: tuple[Verb, ...] = (terminate, interrupt, fail, press_ctrl_c)
 # where two epochs can be stopped so that the batch in work is done or can be done again, and how often they come by
 FIRINGS: dict[Place, int] = {
     Events.STARTED: 1,
