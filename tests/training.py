@@ -312,7 +312,7 @@ class Look:
         with torch.set_grad_enabled(self.does in ("takes gradients", "trains a copy")):
             loss: torch.Tensor = cross_entropy(model(x), y) + global_noise()
         self._look(training, engine, "after the forward")
-        if self.does == "takes gradients":
+        if self.does == "takes gradients" and loss.requires_grad:  # unless the look around it has frozen the model
             loss.backward()
         elif self.does == "trains a copy":
             engine.backward(loss)
