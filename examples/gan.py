@@ -122,9 +122,9 @@ def mean_distance(images: Tensor, digits: Tensor) -> Tensor:
 
 
 def save_samples(images: Tensor, file: Path) -> None:
-    rows = images[:100].view(10, 10, 8, 8)  # each with the digits from 0 to 9
+    rows = images[:100].view(10, 10, 8, 8).permute(0, 2, 1, 3).reshape(80, 80)  # each with the digits from 0 to 9
     file.parent.mkdir(parents=True, exist_ok=True)
-    plt.imsave(file, rows.permute(0, 2, 1, 3).reshape(80, 80).numpy(), cmap="gray", vmin=-1, vmax=1)
+    plt.imsave(file, rows.repeat_interleave(4, 0).repeat_interleave(4, 1).numpy(), cmap="gray", vmin=-1, vmax=1)
 
 
 def main() -> None:
@@ -161,7 +161,7 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=60, help="(default: 60)")
+    parser.add_argument("--epochs", type=int, default=40, help="(default: 40)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, noise and sample order (default: 0)")
     parser.add_argument("--device", help="such as cpu or cuda:1 (default: the accelerator, if there is one)")
     parser.add_argument("--output", type=Path, default=Path("runs/gan"), help="a folder (default: runs/gan)")

@@ -300,7 +300,9 @@ class Look:
         if outer.model is None:
             outer = training.engine
         if self.does == "trains a copy":
-            return outer.fork(step, mode="train", model="copy", optimizer=momentum)
+            inner = outer.fork(step, mode="train", model="copy", optimizer=momentum)
+            inner.model.requires_grad_()  # should the look around it have frozen the model
+            return inner
         return outer.fork(step)
 
     def _step(self, training: Training, engine: Engine, batch: Any) -> torch.Tensor:
