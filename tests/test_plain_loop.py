@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Sampler
 from training import (
     BATCH,
+    BATCHES,
     FIRINGS,
     LOADERS,
     SAMPLES,
@@ -32,6 +33,7 @@ from training import (
     interrupt,
     make_net,
     momentum,
+    press_ctrl_c,
     random_states,
     run_on,
     seed_everything,
@@ -105,6 +107,11 @@ def test_a_run_whose_step_is_written_in_plain_pytorch_equals_the_plain_loop(opti
 # ---------------------------------------------------------------------- stopping is a pause
 
 
+def iterations_to_stop_in(loader):
+    """All ten; the middle of an epoch, its end and the next one's middle where each stop starts worker processes."""
+    return (2, 5, 7) if loader in WORKER_LOADERS else range(1, 11)
+
+
 @cache
 def unstopped(loader="shuffled", since=0):
     return Training(loader).run(epochs=2).outcome(since=since)
@@ -130,10 +137,10 @@ def test_a_run_over_any_data_that_fails_anywhere_goes_on_as_if_it_had_not(loader
         assert_equal_to_the_bit(unstopped(loader), training.outcome(), f"stopped at firing {firing}: ")
 
 
-@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
+@pytest.mark.parametrize("verb", [terminate, press_ctrl_c], ids=lambda verb: verb.__name__)
 @pytest.mark.parametrize("loader", [*WORKER_LOADERS, "global noise"])
 def test_a_run_over_any_data_stopped_between_two_batches_goes_on_as_if_it_had_not(loader, verb):
-    for firing in (1, 4, 5, 7, 10):
+    for firing in iterations_to_stop_in(loader):
         training = stop_at(Training(loader), Events.ITERATION_COMPLETED, firing, verb)
         assert run_on(training) == 1
         assert_equal_to_the_bit(unstopped(loader), training.outcome(), f"stopped at firing {firing}: ")
@@ -193,10 +200,34 @@ def test_a_run_in_pieces_equals_the_run_in_one_go(loader):
 @pytest.mark.parametrize("loader", ["shuffled", "own generator", "two workers", "persistent workers"])
 def test_a_run_over_epochs_of_an_explicit_length_stopped_anywhere_goes_on_as_if_it_had_not(loader):
     whole = Training(loader).run(epochs=3, epoch_length=4).outcome()
-    for firing in (1, 3, 4, 5, 6, 9) if loader in WORKER_LOADERS else range(1, 13):
+    for firing in iterations_to_stop_in(loader):
         training = stop_at(Training(loader), Events.ITERATION_COMPLETED, firing, terminate)
         training.run(epochs=3, epoch_length=4)
         assert_equal_to_the_bit(whole, training.run(epochs=3).outcome(), f"stopped at firing {firing}: ")
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
+def test_a_run_over_data_that_is_asked_for_and_made_from_random_numbers_goes_on_as_if_it_had_not(verb):
+    def asked_for(state):
+        return [BATCHES[place] for place in torch.randperm(len(BATCHES))]
+
+    whole = Training(lambda: asked_for).run(epochs=3).outcome(next_epoch=False)
+    for firing in range(1, 13):
+        training = stop_at(Training(lambda: asked_for), Events.ITERATION_COMPLETED, firing, verb)
+        assert run_on(training, epochs=3) == 1
+        assert_equal_to_the_bit(whole, training.outcome(next_epoch=False), f"stopped at firing {firing}: ")
+
+
+@pytest.mark.parametrize(
+    "place", [Events.GET_BATCH_COMPLETED, "before the forward", Events.ITERATION_COMPLETED], ids=str
+)
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
+def test_a_run_over_an_iterator_goes_on_with_the_same_iterator_as_if_it_had_not_been_stopped(verb, place):
+    whole = Training(lambda: iter(BATCHES)).run(epochs=1).outcome(next_epoch=False)
+    for firing in range(1, 5):
+        training = stop_at(Training(lambda: iter(BATCHES)), place, firing, verb)
+        assert run_on(training, epochs=1) == 1
+        assert_equal_to_the_bit(whole, training.outcome(next_epoch=False), f"stopped at firing {firing}: ")
 
 
 class Flaky(Sampler):
@@ -262,7 +293,7 @@ def through_a_file(saved):
 @pytest.mark.parametrize("loader", [name for name in EVERY_LOADER if name != "global noise"])
 @pytest.mark.parametrize("place", [Events.ITERATION_COMPLETED, "before the forward"], ids=str)
 def test_a_run_that_failed_goes_on_in_new_objects_as_if_it_had_not(loader, place):
-    for firing in (1, 3, 5, 6, 9) if loader in WORKER_LOADERS else range(1, 11):
+    for firing in iterations_to_stop_in(loader):
         failed = stop_at(Training(loader), place, firing, fail)
         with pytest.raises(Boom):
             failed.run(epochs=2)
@@ -281,7 +312,9 @@ def test_a_training_saved_while_it_runs_goes_on_in_new_objects_as_the_one_that_w
 
     whole = Training(loader).at(place, save).run(epochs=2)
     assert_equal_to_the_bit(unstopped(loader), whole.outcome())
-    for iteration, saved in checkpoints[: -1 : 3 if loader in WORKER_LOADERS else 1]:
+    for iteration, saved in checkpoints[:-1]:
+        if iteration not in (0, *iterations_to_stop_in(loader)):
+            continue
         resumed = Training(loader, seed=1).load(saved).run(epochs=2)
         expected = unstopped(loader, since=iteration)
         assert_equal_to_the_bit(expected, resumed.outcome(), f"saved at iteration {iteration}: ")

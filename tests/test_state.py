@@ -13,7 +13,8 @@ from pellucid.engine import Engine, Events, PellucidError, RunError, StateError,
 READ_ONLY = [
     "epoch", "iteration", "epoch_iteration", "updates", "updates_by_optimizer", "max_epochs", "max_iters",
     "epoch_length", "output", "metrics", "last_record", "times", "exception", "stop_reason", "is_running",
-    "update_due", "updating", "mode", "depth", "parent", "rank", "local_rank", "world_size", "device", "strategy", "precision",
+    "update_due", "updating", "mode", "depth", "parent", "rank", "local_rank", "world_size", "device",
+    "strategy", "precision",
 ]  # fmt: skip
 
 

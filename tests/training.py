@@ -214,7 +214,7 @@ class Training:
         self.engine.optimizer.load_state_dict(saved["optimizer"])
         return self
 
-    def outcome(self, *, since: int = 0) -> dict[str, Any]:
+    def outcome(self, *, since: int = 0, next_epoch: bool = True) -> dict[str, Any]:
         """Return all there is to compare after a run, whenever asked; samples and losses after iteration ``since``."""
         state = self.engine.state
         outcome = {
@@ -227,8 +227,9 @@ class Training:
             "counters": (state.epoch, state.iteration, state.epoch_iteration, state.updates, state.seen),
             "random": self._random,
         }
-        set_random_states(self._random)
-        outcome["samples of the next epoch"] = [batch[2].tolist() for batch in self.loader]
+        if next_epoch:
+            set_random_states(self._random)
+            outcome["samples of the next epoch"] = [batch[2].tolist() for batch in self.loader]
         return outcome
 
 
