@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .errors import CheckpointError, UpdateError, suggestion
+from .errors import CheckpointError, RunError, UpdateError, suggestion
 from .events import Events
 from .optimizers import drop_gradients, gradients_of, has_gradient, held_by, trained_by, zero_gradients
 from .state import RunStatus
@@ -93,13 +93,14 @@ class Updates:
         if not self._can_update:
             self._refuse("update")
         name = self._name(name)
+        self._require_run("update")
         if not self._window.due:
             return False
         optimizer = self._optimizers[name]
         if not has_gradient(optimizer):
             raise UpdateError(
                 f"update of {name!r}: none of its parameters has a gradient. Call engine.backward(loss) first, with a "
-                "loss that depends on them"
+                "loss that depends on them (an update before it in the same batch has used up the gradients)"
             )
         if name in self._updated:
             self._finish_scale()  # a second update in one batch
@@ -333,8 +334,12 @@ class Updates:
         if name is None:
             raise UpdateError(f"this engine has several optimizers ({names}): say which, engine.update(name)")
         if name not in self._optimizers:
-            raise UpdateError(f"no optimizer {name!r}{suggestion(name, self._optimizers)} There are: {names}")
+            raise UpdateError(f"no optimizer {name!r}{suggestion(str(name), self._optimizers)} There are: {names}")
         return name
+
+    def _require_run(self, verb: str) -> None:
+        if not self._status.is_running:
+            raise RunError(f"{verb}() was called outside of a run: updates are made, counted and announced inside one")
 
     def _refuse(self, verb: str) -> NoReturn:
         if self._status.mode != "train":

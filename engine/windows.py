@@ -9,6 +9,7 @@ corrected once, at the update.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -135,14 +136,17 @@ def multiply(gradients: list[Tensor], factor: Weight) -> None:
 
 
 def _check_weight(weight: Weight) -> None:
+    """Refuse what cannot be a number of items; the number in a tensor is not looked at, which would wait for it."""
     if isinstance(weight, Tensor):
         if weight.ndim:
             raise UpdateError(f"weight= is a number or a tensor of shape (), got shape {tuple(weight.shape)}")
-    elif not weight > 0:
-        raise UpdateError(
-            f"weight= is how many items the loss is the mean of, more than 0, got {weight!r}: call no backward for a "
-            "batch without items"
-        )
+        return
+    elif isinstance(weight, int | float) and not isinstance(weight, bool) and 0 < weight < math.inf:
+        return
+    raise UpdateError(
+        f"weight= is how many items the loss is the mean of, a number more than 0, got {weight!r}: call no backward "
+        "for a batch without items"
+    )
 
 
 def _reference(weight: Weight) -> Weight:

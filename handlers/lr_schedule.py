@@ -42,6 +42,7 @@ class LRSchedule(Attachable):
             change. Where the engine has a mapping of optimizers or the optimizer several groups, it is recorded as
             ``"generator/lr"``, ``"group1/lr"``, ``"generator/group1/lr"``.
         optimizer: the name of the optimizer, for a factory in an engine with several.
+        first_epoch: the epoch by whose end ``monitor`` must have been recorded; else it is an error.
 
     Raises:
         HandlerError: what ``scheduler`` is cannot be moved so.
@@ -62,6 +63,7 @@ class LRSchedule(Attachable):
         warmup_start: float = 0.01,
         record: str | None = None,
         optimizer: str | None = None,
+        first_epoch: int = 1,
     ) -> None:
         if every is not None and (every not in get_args(Every) or monitor is not None):
             raise ValueError(f"every={every!r}: 'update' or 'epoch' was wanted, or nothing where monitor= is given")
@@ -69,6 +71,7 @@ class LRSchedule(Attachable):
             raise HandlerError(f"scheduler: one of torch, of Ignite, or a factory was wanted, got {scheduler!r}")
         self._every = every or "update"
         self._monitored = monitor
+        self._first_epoch = first_epoch
         self._monitor: Monitor | None = None
         self._warmup: int = require_number("warmup", warmup, least=0, whole=True)
         self._start: float = require_number("warmup_start", warmup_start, least=0)
@@ -87,7 +90,7 @@ class LRSchedule(Attachable):
         self._scheduler = scheduler
         self._optimizer = _optimizer_of(scheduler)
         if isinstance(scheduler, ReduceLROnPlateau):
-            self._monitor = Monitor(str(self._monitored), mode=scheduler.mode)
+            self._monitor = Monitor(str(self._monitored), mode=scheduler.mode, first_epoch=self._first_epoch)
 
     @property
     def scheduler(self) -> Scheduler:

@@ -49,6 +49,8 @@ class SingleDevice(Strategy):
     ) -> None:
         self.precision = full_name(precision)
         self._dtype = model_dtype(self.precision)
+        if not isinstance(compile, bool | Mapping):
+            raise StrategyError(f'compile= is a bool or options such as {{"backend": "eager"}}, got {compile!r}')
         self._compile = None if compile is False else dict(compile) if isinstance(compile, Mapping) else {}
         self._scaler = None if scaler is None else dict(scaler)
         self._is_chosen = device is not None  # by the caller: then every model goes there
