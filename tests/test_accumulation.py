@@ -251,6 +251,22 @@ def test_an_update_that_an_error_has_cut_is_in_no_later_one(steps: int, caplog: 
     assert ("that will not come again: 3" in caplog.text) == (steps == 3)
 
 
+def test_a_second_backward_of_a_batch_that_fails_after_its_update_leaves_no_gradient() -> None:
+    def step(engine: Engine, batch: Batch) -> None:
+        for _ in range(2):
+            engine.backward(mse_loss(engine.model(batch[0]), batch[1]))
+            if engine.state.updates == 0:
+                engine.update()
+        raise Boom
+
+    net = make_net()
+    engine = Engine(step, net, optimizer=momentum)
+    with suppress(Boom):
+        engine.run(make_batches(2))
+    assert engine.state.iteration == engine.state.updates == 1
+    assert [parameter.grad for parameter in net.parameters()] == [None] * 4
+
+
 def test_an_error_inside_a_backward_drops_what_it_may_have_been_half_added_to(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -531,11 +547,19 @@ def seed() -> None:
         one(5)
 
 
+def make_augmented(kind: str) -> tuple[Updating, Any]:
+    """Return a training and its data; where the data has generators of its own the step draws from them too."""
+    training, data = Updating(steps=3), AUGMENTED[kind]()
+    if kind == "its own generators":
+        training.at("before the forward", lambda training, engine: data.dataset.noise())
+    return training, data
+
+
 @cache
 def unstopped_with_augmentation(kind: str) -> dict[str, Any]:
-    training = Updating(steps=3)
+    training, data = make_augmented(kind)
     seed()
-    return training.run(AUGMENTED[kind]()).outcome()
+    return training.run(data).outcome()
 
 
 @pytest.mark.parametrize("renewed", [False, True], ids=["in the same engine", "in new objects"])
@@ -544,13 +568,29 @@ def test_a_stop_between_random_batches_of_which_one_is_drawn_ahead_is_exact(kind
     alone = unstopped_with_augmentation(kind)
     has_workers = "workers" in kind
     for iteration in (2, 6, 8) if has_workers else range(1, EPOCHS * 7):
-        training, data = Updating(steps=3), AUGMENTED[kind]()
+        training, data = make_augmented(kind)
         training.at(Events.ITERATION_COMPLETED, at_iteration(iteration, stop_by(("error", "terminate")[iteration % 2])))
         seed()
         run_and_catch(training, data)
         if renewed:
-            training, data = Updating(steps=3).load(training.saved()), AUGMENTED[kind]()
+            file = training.saved()
+            training, data = make_augmented(kind)
+            training.load(file)
         assert_same(training.run(data).outcome(), alone)
+
+
+@pytest.mark.parametrize("kind", ["its own generators", "global generators", "a callable"])
+def test_a_random_batch_whose_step_failed_comes_again_the_same_and_so_does_the_one_behind_it(kind: str) -> None:
+    def train(*errors: int) -> dict[str, Any]:
+        training, data = Updating(steps=3, dropout=0), AUGMENTED[kind]()
+        for iteration in errors:
+            training.at("after the forward", at_iteration(iteration, stop_by("error")))
+        seed()
+        for _ in errors:
+            run_and_catch(training, data)
+        return training.run(data).outcome()
+
+    assert_same(train(2, 6, 7, 8), train())
 
 
 @pytest.mark.parametrize("place", [*STEP_PLACES, Events.GET_BATCH_COMPLETED, Events.ITERATION_COMPLETED], ids=str)

@@ -18,6 +18,7 @@ from training import (
     BATCHES,
     FIRINGS,
     LOADERS,
+    REPEATABLE,
     SAMPLES,
     VERBS,
     WORKER_LOADERS,
@@ -73,8 +74,10 @@ def outcome_of(training):
     }
 
 
-@pytest.mark.parametrize("optimizer", [momentum, adam], ids=["momentum", "adam"])
-@pytest.mark.parametrize("loader", EVERY_LOADER)
+@pytest.mark.parametrize(
+    ("loader", "optimizer"),
+    [*((loader, momentum) for loader in EVERY_LOADER), ("shuffled", adam), ("two workers", adam)],
+)
 def test_a_run_equals_the_plain_loop(loader, optimizer):
     plain = plain_loop(loader, optimizer, epochs=2)
     ours = outcome_of(Training(loader, optimizer).run(epochs=2))
@@ -129,7 +132,7 @@ def test_a_run_stopped_anywhere_goes_on_as_if_it_had_never_been_stopped(place, v
 @pytest.mark.parametrize(
     "place", [Events.GET_BATCH_COMPLETED, "before the forward", Events.ITERATION_COMPLETED], ids=str
 )
-@pytest.mark.parametrize("loader", [name for name in LOADERS if name != "global noise"])
+@pytest.mark.parametrize("loader", REPEATABLE)
 def test_a_run_over_any_data_that_fails_anywhere_goes_on_as_if_it_had_not(loader, place):
     for firing in range(1, 11):
         training = stop_at(Training(loader), place, firing, fail)
@@ -290,7 +293,7 @@ def through_a_file(saved):
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("loader", [name for name in EVERY_LOADER if name != "global noise"])
+@pytest.mark.parametrize("loader", [*REPEATABLE, "two workers, global noise", "persistent workers"])
 @pytest.mark.parametrize("place", [Events.ITERATION_COMPLETED, "before the forward"], ids=str)
 def test_a_run_that_failed_goes_on_in_new_objects_as_if_it_had_not(loader, place):
     for firing in iterations_to_stop_in(loader):

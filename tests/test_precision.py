@@ -444,7 +444,10 @@ def train_watched(watch: Callable[[Tensor], Tensor], steps: int, weighted: bool,
         with engine.autocast():
             loss = mse_loss(engine.model(batch[0]), batch[1])
         weight = watch(torch.tensor(3)) if weighted else None
-        engine.backward(watch(loss), weight=weight)
+        engine.backward(watch(loss) / 2, weight=weight)
+        with engine.autocast():
+            loss = mse_loss(engine.model(batch[0]), batch[1])
+        engine.backward(watch(loss) / 2, weight=weight)
         engine.update()
         return loss
 

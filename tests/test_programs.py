@@ -18,6 +18,7 @@ from training import (
     ENDINGS,
     FIRINGS,
     LOADERS,
+    REPEATABLE,
     STEP_PLACES,
     VERBS,
     Look,
@@ -34,8 +35,6 @@ from training import (
 from pellucid.engine import Events
 
 OPTIMIZERS = {"momentum": momentum, "adam": adam}
-# noise out of the global random state makes a batch that cannot be made again: see `FIRINGS`
-REPEATABLE = [name for name in LOADERS if name != "global noise"]
 OUTER_PLACES = (*Events, Events.ITERATION_COMPLETED(every=3), Events.EPOCH_COMPLETED(once=1), *STEP_PLACES)
 INNER_PLACES = (
     Events.STARTED,

@@ -157,6 +157,13 @@ def test_data_of_unknown_length_gives_the_same(steps: int) -> None:
     assert_same(gan.weights(), train_by_hand(steps), tolerance=0.0 if steps == 1 else 1e-6)
 
 
+def test_without_windows_no_batch_is_drawn_ahead() -> None:
+    gan, drawn, seen = Gan(), [], []
+    gan.engine.add_event_handler(Events.ITERATION_STARTED, lambda engine, batch: seen.append(len(drawn)))
+    gan.engine.run(lambda state: (drawn.append(batch) or batch for batch in make_data()))
+    assert seen == [1, 2, 3, 4, 5, 6, 7]
+
+
 def test_filters_on_updates_count_all_optimizers_real_updates() -> None:
     gan, seen = Gan(), []
     for event in (Events.UPDATE_STARTED(every=3), Events.UPDATE_COMPLETED(every=3), Events.UPDATE_COMPLETED(once=2)):
@@ -354,8 +361,10 @@ def test_windows_that_the_epoch_has_cut_are_flushed_for_those_that_have_a_gradie
         def __len__(self) -> int:
             return 9
 
-    gan = Gan(steps=4, generator_every=8)
+    gan, begun = Gan(steps=4, generator_every=8), []
+    gan.engine.add_event_handler(Events.UPDATE_STARTED, lambda engine, batch: begun.append(engine.state.updating))
     assert gan.engine.run(Long(make_data())).updates_by_optimizer == {"critic": 2, "generator": 0}
+    assert begun == ["critic", "critic"]
 
 
 # ---------------------------------------------------------------- what is refused

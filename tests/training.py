@@ -114,6 +114,8 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "noisy data set": lambda: DataLoader(NoisySamples(), BATCH, shuffle=True),
     "global noise": lambda: DataLoader(Samples(global_noise), BATCH, shuffle=True),
 }
+# with noise from the global random state, a batch that was drawn and not trained on comes out another the next time
+REPEATABLE = [name for name in LOADERS if name != "global noise"]
 WORKER_LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "two workers": _workers,
     "two workers, own generator": lambda: _workers(generator=torch.Generator().manual_seed(6)),

@@ -105,7 +105,7 @@ def train_by_hand(
                 optimizer.step()
                 optimizer.zero_grad()
                 made.append(epoch * len(window_of) + place + 1)
-    return {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "updated in": made}
+    return {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "updated in": made, "scale": {}}
 
 
 Action = Callable[["Updating", Engine], None]
@@ -192,7 +192,8 @@ class Updating:
         assert [parameter.grad for parameter in self.net.parameters()] == [None] * 4
         assert state.updates == state.updates_by_optimizer["optimizer"] == len(self.updated_in)
         weights, optimizer = self.net.state_dict(), self.engine.optimizer.state_dict()
-        return copy.deepcopy({"net": weights, "optimizer": optimizer, "updated in": self.updated_in})
+        scale = self.engine.state_dict()["gradients"]["scale"]
+        return copy.deepcopy({"net": weights, "optimizer": optimizer, "updated in": self.updated_in, "scale": scale})
 
 
 # ---------------------------------------------------------------------- equality
