@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ __all__ = [
     "gradients_of",
     "has_gradient",
     "held_by",
+    "needs_closure",
     "trained_by",
     "zero_gradients",
 ]
@@ -83,6 +85,12 @@ def _parameters(model: Any) -> list[nn.Parameter]:
         for parameter in module.parameters():
             seen[id(parameter)] = parameter
     return list(seen.values())
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Say whether a step must be given a function that computes the loss again, as LBFGS does."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
 
 
 def held_by(optimizer: Optimizer) -> list[Any]:

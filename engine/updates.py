@@ -19,7 +19,15 @@ from torch.optim import Optimizer
 
 from .errors import CheckpointError, RunError, UpdateError, suggestion
 from .events import Events
-from .optimizers import drop_gradients, gradients_of, has_gradient, held_by, trained_by, zero_gradients
+from .optimizers import (
+    drop_gradients,
+    gradients_of,
+    has_gradient,
+    held_by,
+    needs_closure,
+    trained_by,
+    zero_gradients,
+)
 from .state import RunStatus
 from .strategies import Strategy
 from .windows import Weight, Window, multiply
@@ -56,6 +64,7 @@ class Updates:
         current: Callable[[], bool],
     ) -> None:
         self._optimizers = dict(optimizers)
+        self._needs_closure = {name for name, one in self._optimizers.items() if needs_closure(one)}
         self._stepper = strategy.make_stepper()
         self._status = status
         self._can_update = status.mode == "train" and bool(optimizers)
@@ -101,6 +110,11 @@ class Updates:
             raise UpdateError(
                 f"update of {name!r}: none of its parameters has a gradient. Call engine.backward(loss) first, with a "
                 "loss that depends on them (an update before it in the same batch has used up the gradients)"
+            )
+        if name in self._needs_closure:
+            raise UpdateError(
+                f"update of {name!r}: {type(optimizer).__name__} computes the loss itself, several times in a step. "
+                "Call engine.optimizer.step(closure) in the step instead"
             )
         if name in self._updated:
             self._finish_scale()  # a second update in one batch

@@ -71,8 +71,8 @@ def rates_of(optimizer: Optimizer) -> list[float]:
 
 
 def set_rates(optimizer: Optimizer, rates: Sequence[float]) -> None:
-    """Set the learning rate of each group; one that is a tensor stays the same tensor."""
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+    """Set the learning rate of each group: a tensor stays the same tensor, and a group added since keeps its rate."""
+    for group, rate in zip(optimizer.param_groups, rates, strict=False):
         _set_rate(group, rate)
 
 

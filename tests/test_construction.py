@@ -366,3 +366,20 @@ def test_a_misspelt_field_in_a_fork_is_an_error_too():
 def test_a_mapping_need_not_be_a_dict():
     models = collections.OrderedDict(a=linear(), b=linear())
     assert Engine(echo, models, optimizer=SGD).run([0]).iteration == 1
+
+
+def test_an_optimizer_that_computes_the_loss_itself_is_told_from_the_others():
+    engine = Engine(backward_and_update, torch.nn.Linear(1, 1), optimizer=lambda p: torch.optim.LBFGS(p))
+    with pytest.raises(UpdateError, match=r"LBFGS computes the loss itself.*engine\.optimizer\.step\(closure\)"):
+        engine.run([torch.ones(1, 1)])
+
+
+def test_an_update_outside_of_a_run_is_refused():
+    engine = Engine(backward_and_update, torch.nn.Linear(1, 1), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    with pytest.raises(RunError, match="outside of a run"):
+        engine.update()
+
+
+def backward_and_update(engine, batch):
+    engine.backward(engine.model(batch).sum())
+    engine.update()
