@@ -126,9 +126,9 @@ def find_generators(data: Any) -> list[Any]:
         if isinstance(value, _LEAVES) or id(value) in seen:
             continue
         seen[id(value)] = value  # the value too: an id names an object only while that lives
-        if _is_generator(value):
+        if _is_generator(value) or _counts_epochs(value):
             found.append(value)
-        else:
+        if not _is_generator(value):
             left.extend(_parts(value))
     return found
 
@@ -158,8 +158,6 @@ def _parts(value: Any) -> Iterator[Any]:
 
 def _is_generator(value: Any) -> bool:
     if isinstance(value, torch.Generator) or (isinstance(value, random.Random) and not _has_no_state(value)):
-        return True
-    if _counts_epochs(value):
         return True
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.random.Generator | numpy.random.RandomState)
