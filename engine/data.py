@@ -149,6 +149,8 @@ class RunData:
         """Take up the random state in which the run was stopped, before its next event; ``open`` does the rest."""
         if self.resume is not None:
             self.resume.random.restore()
+            if not is_factory(self.data):
+                _restore(self.resume.generators_now, self.data)
             self._rejoined = True
 
     def open(self) -> Iterator[Any]:
@@ -160,33 +162,45 @@ class RunData:
         self.close()
         done = 0 if self.resume is None else self.resume.batches
         resume = None if _goes_on_by_itself(self.data) else self.resume
-        if resume is not None and resume.opened is not None:
-            resume.opened.restore()
-        random = RandomState() if self.record else None  # before a callable is asked: it may draw random numbers
+        opened = None if resume is None else resume.opened
+        now = RandomState() if self.record else None  # before a callable is asked: it may draw random numbers
+        if opened is not None:
+            opened.restore()
         source = self.data(self.state) if is_factory(self.data) else self.data
         check_data(source, self.in_use)
         self.source = source = _fresh_if_in_use(source, self.in_use)
-        if resume is not None:
-            _bring_workers(source, resume.workers)
-            _restore(resume.generators or resume.generators_now, source)
+        generators_now = None if resume is None else self._take_back(source, resume)
         self._workers = _has_workers(source)
-        self._opened = None if random is None else (random, GeneratorStates(source))
+        self._opened = None if now is None else (opened or now, GeneratorStates(source))
         self._pass_began_at = self.done() - done
         raw = iter(source)
         _refuse_consumed(raw, self.in_use)
         self.raw, self.length = raw, stated_length(source)
-        replayed = resume if resume is not None and resume.opened is not None and done else None
+        replayed = resume if opened is not None and done else None
         if replayed is not None:
             _skip(raw, done)
         if self.look_ahead and self.length is None:
             raw = self._ahead = LookAhead(raw, source, done, () if replayed is None else replayed.ahead)
-        if replayed is not None:
+        if replayed is not None and now is not None:
             if replayed.drawn and self._ahead is None:
                 self._redrawn = list(itertools.islice(raw, 1))
-            replayed.random.restore()
-            _restore(replayed.generators_now, source)
+            now.restore()
+            _restore(generators_now, source)
         self.resume = None
         return self._batches(raw, done > 0)
+
+    def _take_back(self, source: Any, resume: Position) -> GeneratorStates | None:
+        """Let data have its workers and generators as when its pass was opened; return the generators as they are now.
+
+        That is as the run was stopped, but for what handlers have done since, such as seeding for the epoch. None if
+        the pass alone can say how they are.
+        """
+        _bring_workers(source, resume.workers)
+        if is_factory(self.data):
+            _restore(resume.generators_now, source)
+        now = None if resume.generators_now is None else GeneratorStates(source)
+        _restore(resume.generators, source)
+        return now
 
     def _batches(self, raw: Iterator[Any], begun: bool) -> Iterator[Any]:
         if self._redrawn:
@@ -217,8 +231,10 @@ class RunData:
     def position(self) -> Position:
         """Return where the run stands."""
         if self.resume is not None:  # stopped before any pass was opened: it stands where it stood
-            between = self.resume.opened is None and self._rejoined
-            return replace(self.resume, random=RandomState()) if between else self.resume
+            if self.resume.opened is not None or not self._rejoined:
+                return self.resume
+            generators = self.resume.generators_now if is_factory(self.data) else GeneratorStates(self.data)
+            return replace(self.resume, random=RandomState(), generators_now=generators)
         opened, generators = self._opened or (None, None)
         done = self.done() - self._pass_began_at if self._opened else 0
         source = self.data if self.source is None else self.source

@@ -14,6 +14,7 @@ from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleT
 from typing import Any
 
 import torch
+from torch.utils.data import Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 __all__ = ["GeneratorStates", "RandomState", "find_generators"]
@@ -115,6 +116,8 @@ class GeneratorStates:
 def find_generators(data: Any) -> list[Any]:
     """Return the random generators (torch, Python, NumPy) that ``data`` keeps, always in the same order.
 
+    Samplers that shuffle by the number of the epoch are among them: that number is their state.
+
     Looks into the loaders, samplers, data sets and transforms it is made of, wherever they keep one: in an attribute, a
     short list, a function's closure. Not into what a function takes from its module.
     """
@@ -168,8 +171,9 @@ def _has_no_state(generator: random.Random) -> bool:
 
 
 def _counts_epochs(value: Any) -> bool:
-    """Say whether this is a sampler that shuffles by a seed and the epoch it is told, such as DistributedSampler."""
-    return callable(getattr(value, "set_epoch", None)) and type(getattr(value, "epoch", None)) is int
+    """Say whether this is a sampler that shuffles by the epoch: counts it, or is told it as DistributedSampler is."""
+    by_epoch = isinstance(value, Sampler) or callable(getattr(value, "set_epoch", None))
+    return by_epoch and type(getattr(value, "epoch", None)) is int
 
 
 def _get_state(generator: Any) -> Any:
@@ -193,7 +197,8 @@ def _kind(state: Any) -> Any:
 
 def _set_state(generator: Any, state: Any) -> None:
     if _counts_epochs(generator):
-        generator.set_epoch(state)
+        set_epoch = getattr(generator, "set_epoch", None) or partial(setattr, generator, "epoch")
+        set_epoch(state)
     elif isinstance(generator, torch.Generator):
         generator.set_state(state)
     elif isinstance(generator, random.Random):

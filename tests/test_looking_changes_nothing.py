@@ -107,7 +107,7 @@ def test_an_inner_run_changes_nothing_whatever_it_and_the_outer_run_iterate(load
 @pytest.mark.parametrize("loader", WORKER_LOADERS)
 def test_an_inner_run_over_the_very_loader_whose_workers_serve_the_outer_run_changes_nothing(loader, ends):
     watched = Training(loader)
-    for place in (Events.STARTED, Events.EPOCH_COMPLETED, Events.ITERATION_COMPLETED(every=3)):
+    for place in (Events.STARTED, Events.EPOCH_COMPLETED(once=1), Events.ITERATION_COMPLETED(once=(3, 7))):
         watched.at(place, Look(ends=ends))
     assert_equal_to_the_bit(alone(loader), watched.run(epochs=2).outcome())
 

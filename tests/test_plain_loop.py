@@ -12,7 +12,7 @@ from functools import cache
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler
 from training import (
     BATCH,
     BATCHES,
@@ -24,13 +24,13 @@ from training import (
     WORKER_LOADERS,
     Boom,
     Look,
-    NoisySamples,
     NumpySampler,
     Samples,
     Training,
     adam,
     assert_equal_to_the_bit,
     fail,
+    global_noise,
     interrupt,
     make_net,
     momentum,
@@ -138,6 +138,27 @@ def test_a_run_over_any_data_that_fails_anywhere_goes_on_as_if_it_had_not(loader
         training = stop_at(Training(loader), place, firing, fail)
         assert run_on(training) == 1
         assert_equal_to_the_bit(unstopped(loader), training.outcome(), f"stopped at firing {firing}: ")
+
+
+@pytest.mark.parametrize("verb", [fail, press_ctrl_c], ids=lambda verb: verb.__name__)
+@pytest.mark.parametrize("place", [Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED, "before the forward"], ids=str)
+def test_the_first_batch_of_an_epoch_comes_again_with_the_same_noise(place, verb):
+    for firing in (1, 6):
+        training = stop_at(Training("global noise"), place, firing, verb)
+        assert run_on(training) == 1
+        assert_equal_to_the_bit(unstopped("global noise"), training.outcome(), f"stopped at firing {firing}: ")
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
+def test_a_generator_that_the_data_shares_with_the_step_goes_on_as_if_it_had_not_been_stopped(verb):
+    def draw(training, engine):
+        torch.rand(2, generator=training.loader.generator)
+
+    whole = Training("own generator").at("before the forward", draw).run(epochs=2).outcome()
+    for firing in range(1, 11):
+        training = stop_at(Training("own generator"), Events.ITERATION_COMPLETED, firing, verb)
+        assert run_on(training.at("before the forward", draw)) == 1
+        assert_equal_to_the_bit(whole, training.outcome(), f"stopped at firing {firing}: ")
 
 
 @pytest.mark.parametrize("verb", [terminate, press_ctrl_c], ids=lambda verb: verb.__name__)
@@ -251,11 +272,11 @@ class Flaky(Sampler):
             yield index
 
 
-class FlakySamples(NoisySamples):
-    """Fails once, at the n-th sample it is asked for; its noise comes from a generator of its own."""
+class FlakySamples(Samples):
+    """Fails once, at the n-th sample it is asked for; its noise comes from a generator of its own, if from no other."""
 
-    def __init__(self, fails_at):
-        super().__init__()
+    def __init__(self, fails_at, noise=None):
+        super().__init__(noise or random.Random(2).random)
         self.asked, self.fails_at = 0, fails_at
 
     def __getitem__(self, index):
@@ -281,6 +302,13 @@ def test_a_run_whose_data_fails_goes_on_as_if_it_had_not(make):
         training = Training(lambda at=at: make(at))
         assert run_on(training) == 1
         assert_equal_to_the_bit(whole, training.outcome(), f"failed at sample {at}: ")
+
+
+def test_a_run_whose_data_fails_in_the_first_batch_of_an_epoch_goes_on_with_the_same_noise():
+    for at in (2, 3, SAMPLES + 1, SAMPLES + 2):
+        training = Training(lambda at=at: DataLoader(FlakySamples(at, noise=global_noise), BATCH, shuffle=True))
+        assert run_on(training) == 1
+        assert_equal_to_the_bit(unstopped("global noise"), training.outcome(), f"failed at sample {at}: ")
 
 
 # ---------------------------------------------------------------------- in new objects
@@ -329,3 +357,27 @@ def test_a_training_that_is_saved_and_loaded_in_every_iteration_ends_as_the_one_
         training.run(max_iters=iteration)
         training = Training("shuffled", seed=iteration).load(through_a_file(training.saved()))
     assert_equal_to_the_bit(unstopped(since=9), training.run(epochs=2).outcome())
+
+
+@pytest.mark.parametrize("new_objects", [False, True], ids=["in the same objects", "in new objects"])
+@pytest.mark.parametrize("seeded_by", ["its epoch", "its generator"])
+def test_data_that_a_handler_seeds_for_each_epoch_goes_on_as_if_it_had_not_been_stopped(seeded_by, new_objects):
+    def make(seed=0):
+        generator = torch.Generator()
+        if seeded_by == "its epoch":
+            sampler = DistributedSampler(Samples(), num_replicas=1, rank=0)
+            set_epoch = sampler.set_epoch
+        else:
+            sampler = RandomSampler(Samples(), generator=generator)
+            set_epoch = generator.manual_seed
+        training = Training(lambda: DataLoader(Samples(), BATCH, sampler=sampler), seed=seed)
+        return training.at(Events.EPOCH_STARTED, lambda training, engine: set_epoch(engine.state.epoch))
+
+    whole = make().run(epochs=3)
+    for iteration in range(1, 15):
+        stopped = make().run(max_iters=iteration)
+        if new_objects:
+            stopped = make(seed=1).load(through_a_file(stopped.saved()))
+        resumed = stopped.run(epochs=3).outcome(since=iteration, next_epoch=False)
+        expected = whole.outcome(since=iteration, next_epoch=False)
+        assert_equal_to_the_bit(expected, resumed, f"stopped at iteration {iteration}: ")

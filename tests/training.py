@@ -97,6 +97,20 @@ class PythonSampler(Sampler[int]):
         return iter(self.rng.sample(range(SAMPLES), SAMPLES))
 
 
+class CountingSampler(Sampler[int]):
+    """Shuffles by the number of the epoch, which it counts itself."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return iter(random.Random(self.epoch).sample(range(SAMPLES), SAMPLES))
+
+
 def global_noise() -> float:
     return random.random() + numpy.random.rand() + torch.rand(()).item()
 
@@ -111,6 +125,7 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "own generator": lambda: DataLoader(Samples(), BATCH, shuffle=True, generator=torch.Generator().manual_seed(5)),
     "numpy sampler": lambda: DataLoader(Samples(), BATCH, sampler=NumpySampler()),
     "python sampler": lambda: DataLoader(Samples(), BATCH, sampler=PythonSampler()),
+    "counting sampler": lambda: DataLoader(Samples(), BATCH, sampler=CountingSampler()),
     "noisy data set": lambda: DataLoader(NoisySamples(), BATCH, shuffle=True),
     "global noise": lambda: DataLoader(Samples(global_noise), BATCH, shuffle=True),
 }
