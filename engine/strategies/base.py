@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from ..nested import map_nested
+from .alone import alone
+from .peers import Peers
 from .precision import Stepper
 
-__all__ = ["Model", "Strategy", "modules_of"]
+__all__ = ["Model", "Strategy", "Uneven", "modules_of"]
 
+Uneven = Literal["trim", "pad"]
 Model = nn.Module | Mapping[str, nn.Module]
 ModelT = TypeVar("ModelT", bound=Model)
 
@@ -33,7 +37,12 @@ class Strategy(ABC):
         precision: such as ``"32-true"``; the names are in :mod:`.precision`.
         rank: this process among all, from 0.
         local_rank: this process among those of its machine, from 0.
-        world_size: the number of processes.
+        world_size: the number of processes that run the model together; 1 for one that works on its own.
+        data_rank: this process among those that read different data, from 0.
+        data_world_size: the number of those; fewer than ``world_size`` where ranks share a layer's work.
+        uneven: what happens to training data that does not give every rank as many batches: ``"trim"`` leaves the
+            rest out, ``"pad"`` repeats batches.
+        peers: how the ranks talk on the host; None where there is one process, or this one works on its own.
     """
 
     name: ClassVar[str]
@@ -42,6 +51,10 @@ class Strategy(ABC):
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
+    data_rank: int = 0
+    data_world_size: int = 1
+    uneven: Uneven = "trim"
+    peers: Peers | None = None
 
     @abstractmethod
     def prepare_model(self, model: Model) -> None:
@@ -68,6 +81,52 @@ class Strategy(ABC):
     @abstractmethod
     def make_stepper(self) -> Stepper:
         """Return what makes backward passes and optimizer steps for one engine: each has a loss scale of its own."""
+
+    @contextmanager
+    def running(self, model: Model | None, train: bool) -> Iterator[None]:
+        """Return the region of one run. In it Ignite's metrics see the ranks of this strategy, and no others.
+
+        A collective where gradients are brought together, in training: every rank must enter it.
+
+        Raises:
+            StrategyError: the model cannot be trained, or run, by this strategy now.
+        """
+        with alone():
+            yield
+
+    def adopt_optimizer(self, optimizer: Optimizer) -> None:
+        """Let an optimizer that was made before its model was prepared hold the parameters that the model has now.
+
+        Raises:
+            StrategyError: that cannot be done.
+        """
+
+    def sync_gradients(self, model: Model | None, on: bool) -> None:
+        """Say whether the backward passes of the forwards to come bring gradients together over the ranks.
+
+        To be called before the forward. Outside of a run it is on. Does nothing where there is one process.
+        """
+
+    def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Average gradients over the ranks that no backward pass has brought together. A collective.
+
+        A parameter without gradient here has one afterwards if it has one on any rank.
+        """
+
+    def mean(self, value: float | Tensor) -> float | Tensor:
+        """Return the mean of a number over the ranks that read different data. A collective; no wait for a device."""
+        return value
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """Return ``model.state_dict()`` with every tensor whole, as plain tensors. A collective in sharding strategies.
+
+        It loads into a plain module, and with ``load_full_state_dict`` under every other strategy.
+        """
+        return dict(model.state_dict())
+
+    def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Load what ``full_state_dict`` returned. A collective in sharding strategies."""
+        model.load_state_dict(state)
 
     def copy_model(self, model: ModelT) -> ModelT:
         """Return a deep copy of ``model`` that shares nothing with it: same devices, modes and ties, no gradients.
