@@ -20,7 +20,7 @@ from .errors import (
 from .events import EventEnum, EventLike, Events
 from .records import MetricsView, Record
 from .state import StateSnapshot, StateView
-from .strategies import SingleDevice, Strategy
+from .strategies import DDP, FSDP, DataParallel, SingleDevice, Strategy, already_sharded, launch, seed_everything
 from .supervised import (
     create_supervised_evaluator,
     create_supervised_trainer,
@@ -30,8 +30,11 @@ from .supervised import (
 from .table import Handle
 
 __all__ = [
+    "DDP",
+    "FSDP",
     "CheckpointError",
     "DataError",
+    "DataParallel",
     "Engine",
     "EventEnum",
     "EventError",
@@ -57,8 +60,11 @@ __all__ = [
     "Strategy",
     "StrategyError",
     "UpdateError",
+    "already_sharded",
     "create_supervised_evaluator",
     "create_supervised_trainer",
+    "launch",
+    "seed_everything",
     "supervised_evaluation_step",
     "supervised_training_step",
 ]

@@ -20,6 +20,7 @@ from ignite.engine import State
 from ignite.engine.engine import _EngineTerminateException, _EngineTerminateSingleEpochException
 
 from ._firing import FiringEngine
+from .agreement import Agreement, Heard
 from .data import EmptyDataError
 from .errors import RunError
 from .events import Events
@@ -55,6 +56,9 @@ class Source(Protocol):
     def rejoin(self) -> None:
         """Take up the random state that the run was stopped in."""
 
+    def end_pass(self) -> None:
+        """Give no more batches of this pass: the data of another rank has ended."""
+
     def close(self) -> None:
         """Let go of the present pass."""
 
@@ -69,6 +73,10 @@ class _Asked:
         return loop.flags.get(self.name, False)  # type: ignore[no-any-return]
 
     def __set__(self, loop: Any, value: bool | str) -> None:
+        if loop.agreement is not None:
+            loop.agreement.want(self.name, value)
+            if value:
+                return  # it takes effect when all ranks have heard of it
         loop.flags[self.name] = value
         loop.asked = any(loop.flags.values())
 
@@ -88,6 +96,9 @@ class IgniteLoop(FiringEngine):
         """Make a loop around ``process_function(engine, batch)``."""
         self.flags: dict[str, bool | str] = {}
         self.asked = False
+        self.agreement: Agreement | None = None  # with other ranks
+        self.await_peers: Callable[[], Heard] | None = None  # where they may have more batches
+        self.may_be_empty = False  # the data of this rank, where others have some
         self.source: Source | None = None
         self.keep: Callable[[Any], Any] | None = None
         self.after_start: Callable[[], None] | None = None
@@ -160,6 +171,7 @@ class IgniteLoop(FiringEngine):
     def _epochs(self) -> Generator[Any, None, None]:
         state = self.state
         self._fire_event(Events.STARTED)
+        self._agree()
         yield from self._obey(epoch=False)
         if self.source is not None:
             self.source.rejoin()
@@ -171,6 +183,7 @@ class IgniteLoop(FiringEngine):
             if not self.epoch_open:
                 state.epoch, state.epoch_iteration, self.epoch_open = state.epoch + 1, 0, True
                 self._fire_event(Events.EPOCH_STARTED)
+                self._agree()
                 yield from self._obey(epoch=False)
             self._open_data(first)
             first = False
@@ -191,12 +204,17 @@ class IgniteLoop(FiringEngine):
                 self._fire_event(Events.EPOCH_COMPLETED)
                 state.times[Events.EPOCH_COMPLETED.name] = time.time() - started
             self.should_terminate_single_epoch = False
+            self._agree()
             yield from self._obey()
 
     def _epoch(self) -> Generator[Any, None, bool]:
         """Go through one epoch, or what is left of it; return whether it has come to its end."""
         try:
-            return (yield from self._batches())
+            ended = yield from self._batches()
+            if self.agreement is not None:
+                self._agree(at_end=True)
+                yield from self._obey()
+            return ended
         except _EngineTerminateSingleEpochException:
             pass
         self._abandon_epoch()
@@ -206,7 +224,7 @@ class IgniteLoop(FiringEngine):
         """Go through the batches of one epoch; return whether these were all."""
         state, fire, limit, keep = self.state, self._fire_event, self.epoch_limit, self.keep
         step, engine = self._process_function, self if self.owner is None else self.owner()
-        before_step, after_step = self.before_step, self.after_step
+        before_step, after_step, agreement = self.before_step, self.after_step, self.agreement
         has_data = state.dataloader is not None
         n = state.epoch_iteration = self._init_iter or 0
         self._init_iter = None
@@ -227,7 +245,7 @@ class IgniteLoop(FiringEngine):
                 if has_data:
                     fire(Events.DATALOADER_STOP_ITERATION)
                     yield from self._obey()
-                if limit is None and n > 0:
+                if limit is None and (n > 0 or self.may_be_empty):
                     state.epoch_length = n
                     self._dataloader_iter = None
                     return True
@@ -263,6 +281,8 @@ class IgniteLoop(FiringEngine):
             self.batch_in_work = NO_BATCH
             self.done_iteration = state.iteration
             fire(Events.ITERATION_COMPLETED)
+            if agreement is not None:
+                self._take(agreement.hear())
             if self.asked:
                 yield from self._obey()
             # at the length that the data states, only the data can say whether the epoch is over
@@ -309,6 +329,25 @@ class IgniteLoop(FiringEngine):
                 self._dataloader_iter = None
                 raise
             self.ending = None
+
+    def _agree(self, at_end: bool = False) -> None:
+        """Hear at once what the ranks ask for; at the end of an epoch's batches, when all are there."""
+        if self.agreement is None:
+            return
+        if at_end and self.await_peers is not None:
+            self._take(self.await_peers())
+        else:
+            self._take(self.agreement.now())
+
+    def _take(self, heard: Heard | None) -> None:
+        """Let what the ranks have agreed on take effect here."""
+        if heard is None:
+            return
+        for name, value in heard.asked.items():
+            self.flags[name] = value
+        self.asked = any(self.flags.values())
+        if heard.ends and self.source is not None:
+            self.source.end_pass()
 
     def _finished(self) -> bool:
         state = self.state
@@ -376,4 +415,8 @@ class IgniteLoop(FiringEngine):
         self.state.dataloader = self.state.batch = self.state.output = None
         self.error = self.source = None
         self.after_start = self.before_step = self.after_step = self.after_epoch = None
+        if self.agreement is not None:
+            self.agreement.forget()
+        self.agreement = self.await_peers = None
+        self.may_be_empty = False
         self.batch_in_work = NO_BATCH

@@ -8,14 +8,18 @@ of at its end: data, batch, output, error.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from ._loop import NO_BATCH, IgniteLoop, Standing
-from .data import HeldIterator, Position, RunData, check_data, check_factory, is_factory, stated_length
+from .agreement import Agreement, Heard
+from .data import EmptyDataError, HeldIterator, Position, RunData, check_data, check_factory, is_factory, stated_length
 from .errors import LimitError
 from .limits import Limits
 from .nesting import Running, active, as_found_again
+from .rng import go_own_way
 from .state import RunStatus
+from .strategies import Peers, Shards, Strategy
 from .updates import Updates
 
 __all__ = ["Course", "in_use_around"]
@@ -28,14 +32,26 @@ class Course:
         loop: what runs.
         status: what is told of a run in progress.
         updates: what is told of each batch, and of a step that was cut short.
-        prepare: brings a batch to the device.
+        strategy: brings batches to the device, and knows the other ranks.
+        model: what runs.
+        shards: which batches are this rank's; None where there is one rank.
     """
 
-    def __init__(self, loop: IgniteLoop, status: RunStatus, updates: Updates, prepare: Callable[[Any], Any]) -> None:
+    def __init__(
+        self,
+        loop: IgniteLoop,
+        status: RunStatus,
+        updates: Updates,
+        strategy: Strategy,
+        model: Any,
+        shards: Shards | None,
+    ) -> None:
         self._loop = loop
         self._status = status
         self._updates = updates
-        self._prepare = prepare
+        self._strategy = strategy
+        self._model = model
+        self._shards = shards
         self.limits = Limits()
         self._position: Position | None = None
         self._held: HeldIterator | None = None
@@ -78,26 +94,71 @@ class Course:
         status.parent = outer[-1].state if outer else None
         state.max_epochs, state.max_iters = limits.max_epochs, limits.max_iters
         loop.epoch_limit = limits.epoch_length
-        state.epoch_length = limits.epoch_length or stated_length(data)
+        state.epoch_length = limits.epoch_length or self._expected_length(data)
         state.dataloader = data
         loop._init_iter = state.epoch_iteration if loop.epoch_open else 0
         if data is not None:
             self._data = loop.source = self._open(engine, data)
         elif self._position is not None:
             self._position.random.restore()
+        if self._strategy.peers is not None:
+            self._join_ranks(engine, self._strategy.peers)
         if self._updates.follows_batches():
             self._follow_batches(self._data)
+
+    def _expected_length(self, data: Any) -> int | None:
+        if self._shards is None or data is None or is_factory(data) or isinstance(data, Iterator):
+            return stated_length(data)
+        return self._shards.of(data, self._trains).length
+
+    def _join_ranks(self, engine: Running, peers: Peers) -> None:
+        """Let the ranks of this run stop together."""
+        loop, data, first = self._loop, self._data, self._loop.state.iteration == 0
+        loop.agreement = agreement = Agreement(peers, f"a batch of engine {engine.name!r}")
+
+        def begin_batch(done: int) -> None:
+            agreement.begin(ends=data is not None and data.is_last)
+
+        loop.before_step = begin_batch
+        if not self._trains:
+            loop.may_be_empty = True
+            loop.await_peers = partial(_await_peers, agreement, loop, self._ghost_step(engine))
+        elif first and self._strategy.data_rank:
+            go_own_way(self._strategy.data_rank)
+        if data is not None:
+            data.look_ahead = self._trains  # where only the data knows how long it is
+
+    def _ghost_step(self, engine: Running) -> Callable[[], None] | None:
+        """Return what a rank without batches does while others take a step that is a collective."""
+        loop, data = self._loop, self._data
+        if not self._strategy.forward_is_collective or data is None:
+            return None
+        step = loop._process_function
+
+        def ghost_step() -> None:
+            step(engine, data.ghost())  # type: ignore[arg-type]  # the owner is what its step is called with
+
+        return ghost_step
 
     def _follow_batches(self, data: RunData | None) -> None:
         """Let the updates know of each batch, and whether the epoch ends with it."""
         loop, updates, epoch_length = self._loop, self._updates, self.limits.epoch_length
+        before, strategy, status = loop.before_step, self._strategy, self._status
+        peers = strategy.peers
         if data is not None:
-            data.look_ahead = epoch_length is None and updates.accumulates()
+            data.look_ahead |= epoch_length is None and updates.accumulates()
 
         def begin_batch(done: int) -> None:
+            if before is not None:
+                before(done)
             length = epoch_length if data is None else epoch_length or data.length
             remaining = length - done if length is not None and done < length else None
-            updates.begin_batch(remaining, data is not None and data.is_last)
+            is_last = data is not None and data.is_last
+            if peers is not None and length is None and updates.accumulates():
+                # a window ends on all ranks at one batch, which must be known before the step
+                is_last = bool(peers.largest("the end of the data", [is_last])[0])
+            updates.begin_batch(remaining, is_last)
+            strategy.sync_gradients(self._model, status.update_due)
 
         loop.after_start, loop.before_step = updates.begin_run, begin_batch
         loop.after_step, loop.after_epoch = updates.end_batch, updates.flush
@@ -107,12 +168,13 @@ class Course:
         if held is not None and held.iterator is data:
             held.continued, data = True, held
         elif isinstance(data, Iterator) and self._trains:
-            data = HeldIterator(data)
+            data = HeldIterator(data, None if self._shards is None else self._shards.of(data, True).source)
         self._held = data if isinstance(data, HeldIterator) else None
         loop = self._loop
         run_data = RunData(
             data,
-            prepare=self._prepare,
+            prepare=self._strategy.prepare_batch,
+            shards=self._shards,
             state=engine.state,
             done=lambda: loop.done_iteration,
             in_work=lambda: loop.undone_batch() is not NO_BATCH,
@@ -180,6 +242,14 @@ class Course:
             yield part
             if isinstance(part, HeldIterator):
                 yield part.iterator
+
+
+def _await_peers(agreement: Agreement, loop: IgniteLoop, ghost_step: Callable[[], None] | None) -> Heard:
+    """Go on until the other ranks have no batch left either."""
+    heard, had_more = agreement.await_others(ghost_step)
+    if not had_more and loop.state.epoch_iteration == 0 and not heard.asked:
+        raise EmptyDataError("the data gave no batch on any rank: give data with at least one")
+    return heard
 
 
 def in_use_around(course: Course) -> tuple[Any, ...]:

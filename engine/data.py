@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from .errors import DataError
 from .look_ahead import LookAhead, Moment
 from .rng import GeneratorStates, RandomState
+from .strategies import AlreadySharded, Shards, tell_epoch
 
 __all__ = [
     "EmptyDataError",
@@ -109,6 +110,7 @@ class RunData:
         state: what a callable is asked with.
         done: says how many iterations the engine has done in all.
         in_work: says whether a batch was drawn that is not done.
+        shards: which of the batches are this rank's; None where there is one rank.
         in_use: what the runs around this one are iterating.
         record: keep what is needed to go on after a stop (training; an evaluation starts afresh).
     """
@@ -121,6 +123,7 @@ class RunData:
         state: Any,
         done: Callable[[], int],
         in_work: Callable[[], bool],
+        shards: Shards | None = None,
         in_use: tuple[Any, ...] = (),
         record: bool = True,
     ) -> None:
@@ -129,6 +132,7 @@ class RunData:
         self.state = state
         self.done = done
         self.in_work = in_work
+        self.shards = shards
         self.in_use = in_use
         self.record = record
         self.source: Any = None  # what the present pass goes over
@@ -144,6 +148,8 @@ class RunData:
         self._failed = False  # in drawing a batch
         self._workers = False  # were there before the pass was opened
         self._rejoined = False
+        self._is_over = False  # the data of another rank has ended
+        self._ghost: list[Any] = []
 
     def rejoin(self) -> None:
         """Take up the random state in which the run was stopped, before its next event; ``open`` does the rest."""
@@ -168,6 +174,12 @@ class RunData:
             opened.restore()
         source = self.data(self.state) if is_factory(self.data) else self.data
         check_data(source, self.in_use)
+        length = None
+        if self.shards is not None and not isinstance(source, HeldIterator):
+            if resume is None:
+                tell_epoch(source, self.state.epoch - 1)  # torch counts from 0
+            share = self.shards.of(source, self.record)
+            source, length = share.source, share.length
         self.source = source = _fresh_if_in_use(source, self.in_use)
         generators_now = None if resume is None else self._take_back(source, resume)
         self._workers = _has_workers(source)
@@ -176,6 +188,10 @@ class RunData:
         raw = iter(source)
         _refuse_consumed(raw, self.in_use)
         self.raw, self.length = raw, stated_length(source)
+        if self.shards is not None:
+            if self.length != length:
+                raw = itertools.islice(raw, length)
+            self.length = length
         replayed = resume if opened is not None and done else None
         if replayed is not None:
             _skip(raw, done)
@@ -206,13 +222,13 @@ class RunData:
         if self._redrawn:
             yield self.prepare(self._redrawn.pop())
             begun = True
-        while True:
+        while not self._is_over:
             try:
                 # no name is bound to the batch: it must not live on while the next one is made
                 yield self.prepare(next(raw))
             except StopIteration:
                 self._ended = True
-                if not begun:
+                if not begun and (self.record or self.shards is None):
                     self._opened = None
                     raise EmptyDataError(_why_empty(self.source)) from None
                 return
@@ -222,6 +238,29 @@ class RunData:
                 self._failed = True
                 raise
             begun = True
+
+    def end_pass(self) -> None:
+        """Give no more batches of this pass: the data of another rank has ended."""
+        self._is_over = True
+
+    def ghost(self) -> Any:
+        """Return a batch that only takes part: the first of the data, which does not count here.
+
+        Raises:
+            DataError: data that can be gone through only once.
+        """
+        if not self._ghost:
+            source = self.data(self.state) if is_factory(self.data) else self.data
+            random, generators = RandomState(), GeneratorStates(source)
+            self._ghost = [] if isinstance(source, Iterator) else list(itertools.islice(source, 1))
+            random.restore()
+            generators.put_back()
+        if not self._ghost:
+            raise DataError(
+                "a rank without batches must take part in the others' forward passes, and has no batch for it: give "
+                "data that every rank can iterate, again and again (a DataLoader, a list)"
+            )
+        return self.prepare(self._ghost[0])
 
     @property
     def is_last(self) -> bool:
@@ -256,8 +295,8 @@ class RunData:
         if isinstance(self.source, HeldIterator) and self._ahead is not None:
             self.source.held += self._ahead.waiting()
         persistent = getattr(self.source, "persistent_workers", False)
-        self._opened, self._ended, self._failed = None, False, False
-        self._ahead, self._redrawn = None, []
+        self._opened, self._ended, self._failed, self._is_over = None, False, False, False
+        self._ahead, self._redrawn, self._ghost = None, [], []
         shut_down = getattr(raw, "_shutdown_workers", None)
         if shut_down is not None and not persistent:
             shut_down()  # an error's traceback may keep the iterator, and its workers with it
@@ -266,9 +305,10 @@ class RunData:
 class HeldIterator:
     """A one-shot iterator that a training run was stopped in, with the batch that was drawn but not trained on."""
 
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        """Wrap the user's iterator."""
+    def __init__(self, iterator: Iterator[Any], mine: Iterator[Any] | None = None) -> None:
+        """Wrap the user's iterator; ``mine`` gives what is this rank's of it."""
         self.iterator = iterator
+        self._mine = iterator if mine is None else mine
         self.held: list[Any] = []
         self.continued = False  # stands where the stopped run left it, so nothing is to be skipped
         self._ended_by = ""  # the text of an error: the error itself would keep its frames, and what they hold, alive
@@ -286,7 +326,7 @@ class HeldIterator:
         if self.held:
             return self.held.pop(0)
         try:
-            return next(self.iterator)
+            return next(self._mine)
         except StopIteration:
             if not self._ended_by:
                 raise
@@ -331,7 +371,7 @@ def check_data(data: Any, in_use: tuple[Any, ...] = ()) -> None:
         )
     if isinstance(data, Iterator):
         _refuse_consumed(data, in_use)
-    if stated_length(data) == 0:
+    if stated_length(data) == 0 and not isinstance(data, AlreadySharded):  # other ranks may have some
         raise EmptyDataError(_why_empty(data))
 
 

@@ -46,8 +46,10 @@ from .nested import detach
 from .nesting import active, refuse_reentry, run_scope
 from .optimizers import build_optimizers
 from .records import Announcements, MetricsView, Record, check_record
+from .shares import make_shards
 from .state import RunStatus, StateSnapshot, StateView, check_declared
 from .strategies import Strategy, resolve
+from .strategies.base import modules_of
 from .strategies.wrapping import check_model
 from .table import Handle, Registration
 from .updates import Updates
@@ -80,7 +82,9 @@ class Engine:
         step: called as ``step(engine, batch)`` for every batch; what it returns is ``engine.state.output``.
         model: a module, a mapping of modules, or None. ``engine.model`` is this very object, always.
         optimizer: an optimizer, a factory ``params -> optimizer``, or a mapping of either.
-        strategy: ``"auto"``, ``"single"`` or a :class:`Strategy`: where the model runs.
+        strategy: where the model runs: ``"auto"`` (``"ddp"`` where there are several processes, else ``"single"``; a
+            model that is under a strategy keeps it), ``"single"``, ``"ddp"``, ``"fsdp"``, ``"dp"``, or a
+            :class:`Strategy`. Within several processes ``"single"`` is this rank alone.
         mode: ``"train"``, or ``"eval"``: no gradients, every module in eval mode during the run and put back after it.
         metrics: name -> Ignite or torchmetrics metric, computed over the outputs of an epoch and recorded at its end.
         state: fields of ``engine.state`` that steps and handlers may write, with their first values.
@@ -153,13 +157,15 @@ class Engine:
         self._strategy = resolve(strategy, model)
         if model is not None:
             self._strategy.prepare_model(model)
-        self._optimizer, optimizers = build_optimizers(optimizer, model)
+        self._optimizer, optimizers = build_optimizers(optimizer, model, self._strategy)
         self._status = RunStatus(mode, self._strategy)
         self._loop = self._make_loop(step)
         self._state = StateView(self._loop, self._status, self._declared)
         self._updates = self._make_updates(optimizers, _whole_number(gradient_accumulation_steps))
         self._events: dict[str, Any] = {event.name: event for event in Events}
-        self._course = Course(self._loop, self._status, self._updates, self._strategy.prepare_batch)
+        self._course = Course(
+            self._loop, self._status, self._updates, self._strategy, model, make_shards(self._strategy)
+        )
         self._announcements = Announcements()
         self._metrics = attach_metrics(self, metrics)
 
@@ -186,6 +192,7 @@ class Engine:
         return Updates(
             optimizers,
             self._strategy,
+            self._model,
             self._status,
             steps=steps,
             iteration=lambda: loop.state.iteration,
@@ -240,9 +247,7 @@ class Engine:
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """The modules the engine was given: one, those of the mapping, or none."""
-        if self._model is None:
-            return ()
-        return tuple(self._model.values()) if isinstance(self._model, Mapping) else (self._model,)
+        return modules_of(self._model)
 
     @property
     def ignite(self) -> IgniteLoop:
@@ -423,7 +428,12 @@ class Engine:
                 self._state.iteration,
             )
             return self._state.snapshot()
-        with run_scope(self, data, *in_use_around(course)), self._updates.running():
+        is_training = self._status.mode == "train"
+        with (
+            run_scope(self, data, *in_use_around(course)),
+            self._strategy.running(self._model, is_training),
+            self._updates.running(),
+        ):
             try:
                 course.begin(self, data)
                 self._loop._internal_run()

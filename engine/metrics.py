@@ -10,6 +10,7 @@ from torch import nn
 
 from .errors import HandlerError
 from .events import Events
+from .metric_drivers import Driver, IgniteMetric, MetricsOverRanks, TorchMetric
 from .records import is_recordable
 
 __all__ = ["attach_metrics"]
@@ -27,17 +28,24 @@ def attach_metrics(engine: Any, metrics: Any) -> dict[str, Any]:
         return {}
     if not isinstance(metrics, Mapping):
         raise HandlerError(f'metrics= takes a mapping, {{"accuracy": Accuracy()}}, got {metrics!r}')
+    drivers: list[Driver] = []
     for name, metric in metrics.items():
         if not isinstance(name, str) or not name:
             raise HandlerError(f"the name of a metric must be a text, got {name!r}")
         if isinstance(metric, Metric):
-            metric.attach(engine.ignite, name)
+            if engine.strategy.peers is None or type(metric).attach is not Metric.attach:
+                metric.attach(engine.ignite, name)  # those with an attach of their own know how to reduce
+            else:
+                drivers.append(IgniteMetric(metric, name))
         elif isinstance(metric, nn.Module) and all(hasattr(metric, verb) for verb in ("update", "compute", "reset")):
-            _TorchMetric(metric, name).attach(engine)
+            metric.to(engine.device)
+            drivers.append(TorchMetric(metric, name))
         else:
             raise HandlerError(
                 f"metric {name!r} must be an instance of an Ignite or torchmetrics metric, got {metric!r}"
             )
+    if drivers:
+        MetricsOverRanks(drivers).attach(engine)
     names = tuple(metrics)
     if names:
         engine.add_event_handler(Events.EPOCH_COMPLETED, _Publisher(names).publish_metrics)
@@ -77,37 +85,3 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         elif is_recordable(value):
             flat[f"{prefix}{name}"] = value
     return flat
-
-
-class _TorchMetric:
-    """Drives a torchmetrics metric: a tuple from the step becomes ``update(*output)``, a dict ``update(**output)``.
-
-    A dict with ``y_pred`` and ``y``, as Ignite's metrics take it too, becomes ``update(y_pred, y)``.
-    """
-
-    def __init__(self, metric: Any, name: str) -> None:
-        self.metric = metric
-        self.name = name
-
-    def attach(self, engine: Any) -> None:
-        self.metric.to(engine.device)
-        engine.add_event_handler(Events.EPOCH_STARTED, self.reset)
-        engine.add_event_handler(Events.ITERATION_COMPLETED, self.update)
-        engine.add_event_handler(Events.EPOCH_COMPLETED, self.compute)
-
-    def reset(self, engine: Any, batch: Any) -> None:
-        self.metric.reset()
-
-    def update(self, engine: Any, batch: Any) -> None:
-        output = engine.state.output
-        if isinstance(output, Mapping) and {"y_pred", "y"} <= output.keys():
-            self.metric.update(output["y_pred"], output["y"])
-        elif isinstance(output, Mapping):
-            self.metric.update(**output)
-        elif isinstance(output, tuple | list):
-            self.metric.update(*output)
-        else:
-            self.metric.update(output)
-
-    def compute(self, engine: Any, batch: Any) -> None:
-        engine.ignite.state.metrics[self.name] = self.metric.compute()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .errors import UpdateError
+from .strategies import Strategy
 from .strategies.base import modules_of
 
 __all__ = [
@@ -30,7 +31,7 @@ Optimizers = Optimizer | Mapping[str, Optimizer] | None
 _ONLY = "optimizer"  # the name of an optimizer that was not given in a mapping
 
 
-def build_optimizers(given: Any, model: Any) -> tuple[Optimizers, dict[str, Optimizer]]:
+def build_optimizers(given: Any, model: Any, strategy: Strategy) -> tuple[Optimizers, dict[str, Optimizer]]:
     """Return what ``engine.optimizer`` is, and the optimizers by name.
 
     A factory is called with the parameters of the model, or of the module of the same name in a mapping.
@@ -41,11 +42,11 @@ def build_optimizers(given: Any, model: Any) -> tuple[Optimizers, dict[str, Opti
     if given is None:
         return None, {}
     if not isinstance(given, Mapping):
-        only = _build_one(given, model, _ONLY)
+        only = _build_one(given, model, _ONLY, strategy)
         return only, {_ONLY: only}
     if not given:
         raise UpdateError("optimizer={} is an empty mapping: leave it out, or give an optimizer for each name")
-    named = {name: _build_one(one, _part(model, name), name) for name, one in given.items()}
+    named = {name: _build_one(one, _part(model, name), name, strategy) for name, one in given.items()}
     if len({id(one) for one in named.values()}) < len(named):
         raise UpdateError(f"one optimizer was given under several of the names {list(named)}: give each its own")
     return (given if all(named[name] is one for name, one in given.items()) else named), named
@@ -56,10 +57,11 @@ def _part(model: Any, name: str) -> Any:
     return model[name] if isinstance(model, Mapping) and name in model else model
 
 
-def _build_one(given: Any, model: Any, name: str) -> Optimizer:
+def _build_one(given: Any, model: Any, name: str, strategy: Strategy) -> Optimizer:
     parameters = _parameters(model)
     if isinstance(given, Optimizer):
         optimizer = given
+        strategy.adopt_optimizer(optimizer)
     elif callable(given):
         if not parameters:
             raise UpdateError(f"the factory of optimizer {name!r} would get nothing to train: no parameters are there")

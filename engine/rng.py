@@ -17,12 +17,13 @@ import torch
 from torch.utils.data import Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-__all__ = ["GeneratorStates", "RandomState", "find_generators"]
+__all__ = ["GeneratorStates", "RandomState", "find_generators", "go_own_way"]
 
 # what keeps no generator; an iterator of a loader belongs to one run, and is not there in another
 _LEAVES = (str, bytes, int, float, complex, type, type(None), ModuleType, torch.Tensor, _BaseDataLoaderIter)
 _SHORT, _MOST_PARTS = 100, 10_000
 _EMPTY_CELL = CellType()
+_ODD = 0x9E3779B97F4A7C15  # spreads small numbers over all bits: 2**64 over the golden ratio
 
 
 class RandomState:
@@ -79,6 +80,19 @@ class RandomState:
             self.numpy = (kind, numpy.array(keys.tolist(), dtype=numpy.uint32), position, has_gauss, cached)
         self.devices = {kind: [one.cpu() for one in states] for kind, states in state["devices"].items()}
         return self
+
+
+def go_own_way(rank: int) -> None:
+    """Let this rank draw other random numbers than rank 0 from now on, decided by those it would have drawn.
+
+    Ranks that were seeded alike agree on what was made before a run, and get dropout masks of their own in it.
+    """
+    seed = int(torch.empty((), dtype=torch.int64).random_().item()) ^ (rank * _ODD)
+    torch.manual_seed(seed % 2**63)
+    random.seed(random.getrandbits(63) ^ rank)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(int(numpy.random.randint(2**31)) ^ rank)
 
 
 class GeneratorStates:

@@ -43,6 +43,7 @@ class Updates:
     Args:
         optimizers: by name.
         strategy: does the arithmetic.
+        model: what is trained.
         status: where the counts are kept.
         steps: batches in an accumulation window.
         iteration: says which iteration is in work.
@@ -55,6 +56,7 @@ class Updates:
         self,
         optimizers: Mapping[str, Optimizer],
         strategy: Strategy,
+        model: Any,
         status: RunStatus,
         *,
         steps: int,
@@ -68,7 +70,9 @@ class Updates:
         self._stepper = strategy.make_stepper()
         self._status = status
         self._can_update = status.mode == "train" and bool(optimizers)
-        self._window = Window(steps)
+        self._together = None if strategy.peers is None else strategy  # with other ranks
+        self._model = model
+        self._window = Window(steps, None if self._together is None else strategy.mean)
         self._iteration = iteration
         self._fire = fire
         self._done = done
@@ -91,7 +95,12 @@ class Updates:
         window = self._window
         scaled = window.scaled(loss, weight)
         self._backward_in = self._iteration()
-        self._stepper.backward(scaled, inputs)
+        if self._together is None:
+            self._stepper.backward(scaled, inputs)
+        else:
+            self._together.before_backward(self._model, inputs)
+            self._stepper.backward(scaled, inputs)
+            self._together.after_backward(self._model)
         window.add_batch(weight)
         if window.count > 1:
             self._done()  # the gradient is among those of earlier batches and cannot be taken out again
@@ -123,6 +132,8 @@ class Updates:
     def _update(self, name: str, optimizer: Optimizer) -> bool:
         status, stepper = self._status, self._stepper
         self._updated.add(name)
+        if self._together is not None:
+            self._together.reduce_gradients(self._model, trained_by(optimizer))
         stepper.unscale(optimizer)
         correction = self._window.correction()
         if correction is not None:
@@ -225,9 +236,9 @@ class Updates:
         self._finish_scale()
         self._window = window
         if window.steps > 1 or window.owed:
-            self._pending = [
-                (p, p.grad) for one in self._optimizers.values() for p in held_by(one) if p.grad is not None
-            ]
+            held = [p for one in self._optimizers.values() for p in held_by(one) if p.grad is not None]
+            # among ranks they may be views into memory that a later run sends from
+            self._pending = [(p, p.grad if self._together is None else p.grad.clone()) for p in held]
             self._drop_all()
 
     def _unfinished(self, left_in_step: bool, undone: bool) -> Window:

@@ -10,7 +10,7 @@ corrected once, at the update.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -34,9 +34,10 @@ class Window:
         owed: whether the window has ended and its update has yet to come, as a stop came between.
     """
 
-    def __init__(self, steps: int) -> None:
-        """Make an empty window."""
+    def __init__(self, steps: int, mean: Callable[[Weight], Weight] | None = None) -> None:
+        """Make an empty window; ``mean`` is that of a number over the ranks, None where there is one."""
         self.steps = steps
+        self._mean = mean
         self.due = True
         self.clear()
 
@@ -76,13 +77,16 @@ class Window:
         """
         if weight is not None:
             _check_weight(weight)
-        if self.steps == 1:
+        if self.steps == 1 and (weight is None or self._mean is None):
             return loss
-        self._check_fits(weight)
+        if self.steps > 1:
+            self._check_fits(weight)
         if weight is None:
             return loss if self.expected == 1 else loss / self.expected
-        reference = self._reference if self.count else _reference(weight)
-        return loss * (weight / (reference * self.expected))
+        if self.total is None and not self.has_batch:
+            # by the weight of the window's first batch all are measured, and the ranks agree on it
+            self._reference = _reference(weight if self._mean is None else self._mean(weight))
+        return loss * (weight / (self._reference * self.expected))
 
     def add_batch(self, weight: Weight | None) -> None:
         """Count the gradient of the batch in work, once it has been added."""
@@ -91,7 +95,6 @@ class Window:
         elif not self.has_batch:
             self.count += 1
             if weight is not None:
-                self._reference = _reference(weight) if self.total is None else self._reference
                 self.total = weight if self.total is None else self.total + weight
         self.has_batch, self._batch_weight = True, weight
 
@@ -110,7 +113,8 @@ class Window:
     def correction(self) -> Weight | None:
         """Return what the gradients must be multiplied by to be the mean over the window, None for 1."""
         if self.total is not None:
-            factor = self._reference * self.expected / self.total
+            total = self.total if self._mean is None else self._mean(self.total)
+            factor = self._reference * self.expected / total
             return factor if isinstance(factor, Tensor) or factor != 1.0 else None
         batches = max(self.count, 1)
         return None if batches == self.expected else self.expected / batches

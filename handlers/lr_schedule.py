@@ -182,6 +182,9 @@ class LRSchedule(Attachable):
     def _judge(self, engine: Engine, batch: Any) -> None:
         assert self._monitor is not None, "only a plateau schedule listens to records"
         value = self._monitor.read(engine)  # waits for the device
+        if value is not None:
+            # ranks that judge differently would train with different rates from here on
+            value = engine.strategy.broadcast(value)
         if value is None or self._warmed < self._warmup:
             return
         self._record_rates(engine)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib.util
 import io
 import multiprocessing
@@ -87,7 +88,7 @@ class _Pool:
         path = sys.modules[body.__module__].__file__
         while len(self.workers) < world_size:
             here, there = _SPAWN.Pipe()
-            process = _SPAWN.Process(target=_serve, args=(there, [p for p in sys.path if p]), daemon=True)
+            process = _SPAWN.Process(target=_serve, args=(there, [p for p in sys.path if p]))
             process.start()
             there.close()
             self.workers.append((process, here))
@@ -151,7 +152,9 @@ def _serve(pipe: Any, path: list[str]) -> None:
             job = pipe.recv()
         except (EOFError, OSError):
             return
-        pipe.send(_work(*job))
+        answer = _work(*job)
+        gc.collect()  # an error's frames keep the group, whose end the other ranks wait for
+        pipe.send(answer)
 
 
 def _work(
@@ -164,6 +167,7 @@ def _work(
     group: bool,
     env: dict[str, str],
 ) -> tuple[Any, ...]:
+    import ignite.distributed as idist
     import torch
     import torch.distributed as dist
 
@@ -195,6 +199,8 @@ def _work(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+            idist.sync()  # Ignite must not remember the group
+            idist.utils._need_to_sync = True
         os.environ.clear()
         os.environ.update(before)
 

@@ -56,20 +56,21 @@ HIDDEN_IN_A_STRING = re.compile(r"torch\.(distributed|nn\.parallel|amp|cuda\.amp
 def device_knowledge(tree: ast.AST) -> set[str]:
     """The names in a source that only the device-strategy layer may name."""
     found = set()
+    ours = {name for module, name in imports(tree, ["pellucid", "engine"]) if module == "pellucid.engine.strategies"}
     for module, name in imports(tree, ["pellucid", "engine"]):
         for dotted in (module, f"{module}.{name}"):
             if dotted == "torch.distributed" or dotted.startswith("torch.distributed."):
                 found.add("torch.distributed")
-        if name and (name in PARALLEL or ("autocast" in name and module.split(".")[0] == "torch")):
+        if name and name not in ours and (name in PARALLEL or ("autocast" in name and module.split(".")[0] == "torch")):
             found.add(name)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             found |= named_by_attribute(node)
-        elif isinstance(node, ast.Name) and node.id in PARALLEL:
+        elif isinstance(node, ast.Name) and node.id in PARALLEL - ours:
             found.add(node.id)
         elif (
             isinstance(node, ast.Constant) and isinstance(node.value, str) and HIDDEN_IN_A_STRING.fullmatch(node.value)
-        ):
+        ) and node.value not in ours:
             found.add(node.value)
     return found
 

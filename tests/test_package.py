@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = [pellucid.engine, pellucid.handlers]
 
 # What the engine may load beyond torch and what Ignite loads: modules of Python's own that cost next to nothing.
-CHEAP = {"difflib", "html", "html.entities", "html.parser", "_markupbase"}
+CHEAP = {"difflib", "faulthandler", "html", "html.entities", "html.parser", "_markupbase"}
 
 
 def run_python(script: str) -> dict:

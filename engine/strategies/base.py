@@ -6,6 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import zip_longest
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from .precision import Stepper
 
 __all__ = ["Model", "Strategy", "Uneven", "modules_of"]
 
+_NOTHING = object()
 Uneven = Literal["trim", "pad"]
 Model = nn.Module | Mapping[str, nn.Module]
 ModelT = TypeVar("ModelT", bound=Model)
@@ -42,6 +44,7 @@ class Strategy(ABC):
         data_world_size: the number of those; fewer than ``world_size`` where ranks share a layer's work.
         uneven: what happens to training data that does not give every rank as many batches: ``"trim"`` leaves the
             rest out, ``"pad"`` repeats batches.
+        forward_is_collective: whether a forward pass is one, also in evaluation.
         peers: how the ranks talk on the host; None where there is one process, or this one works on its own.
     """
 
@@ -54,6 +57,7 @@ class Strategy(ABC):
     data_rank: int = 0
     data_world_size: int = 1
     uneven: Uneven = "trim"
+    forward_is_collective: bool = False
     peers: Peers | None = None
 
     @abstractmethod
@@ -94,28 +98,64 @@ class Strategy(ABC):
         with alone():
             yield
 
-    def adopt_optimizer(self, optimizer: Optimizer) -> None:
+    def adopt_optimizer(self, optimizer: Optimizer) -> None:  # noqa: B027  # one process has nothing to do
         """Let an optimizer that was made before its model was prepared hold the parameters that the model has now.
 
         Raises:
             StrategyError: that cannot be done.
         """
 
-    def sync_gradients(self, model: Model | None, on: bool) -> None:
+    def sync_gradients(self, model: Model | None, on: bool) -> None:  # noqa: B027  # one process has nothing to do
         """Say whether the backward passes of the forwards to come bring gradients together over the ranks.
 
-        To be called before the forward. Outside of a run it is on. Does nothing where there is one process.
+        To be called before the forward, in a run; at its start this is on. Does nothing where there is one process.
         """
 
-    def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """Average gradients over the ranks that no backward pass has brought together. A collective.
+    def before_backward(self, model: Model | None, inputs: Sequence[Tensor] | None) -> None:  # noqa: B027  # one process has nothing to do
+        """Prepare a backward pass, into all parameters or into ``inputs`` only, where ``peers`` is not None.
 
-        A parameter without gradient here has one afterwards if it has one on any rank.
+        Raises:
+            StrategyError: gradients for these alone cannot be brought together.
+        """
+
+    def after_backward(self, model: Model | None) -> None:  # noqa: B027  # one process has nothing to do
+        """Take note of a backward pass, where ``peers`` is not None."""
+
+    def reduce_gradients(self, model: Model | None, parameters: Sequence[Tensor]) -> None:  # noqa: B027  # one process has nothing to do
+        """Average gradients over the ranks where no backward pass has brought them together yet. A collective.
+
+        Raises:
+            StrategyError: the backward passes have left parameters out, so that the others wait for this rank.
         """
 
     def mean(self, value: float | Tensor) -> float | Tensor:
         """Return the mean of a number over the ranks that read different data. A collective; no wait for a device."""
         return value
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here. A collective."""
+        if self.peers is not None:
+            self.peers.barrier()
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's ``value``, whatever can be pickled. A collective; tensors that are sent are on the CPU."""
+        return value if self.peers is None else self.peers.broadcast(value)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the ``value`` of every rank, by rank, whatever can be pickled. A collective."""
+        return [value] if self.peers is None else self.peers.gather(value)
+
+    def gather_batches(self, mine: Sequence[Any]) -> list[Any]:
+        """Return what each rank has kept for its batches, in the order of the data, on all ranks. A collective.
+
+        Args:
+            mine: one entry for each batch of this rank, in order; whatever can be pickled, tensors on the CPU.
+        """
+        if self.peers is None:
+            return list(mine)
+        parts = self.peers.gather(list(mine), "the gathering of batches")
+        rows = zip_longest(*parts, fillvalue=_NOTHING)
+        return [entry for row in rows for entry in row if entry is not _NOTHING]
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return ``model.state_dict()`` with every tensor whole, as plain tensors. A collective in sharding strategies.

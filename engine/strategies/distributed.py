@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, get_args
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..errors import StrategyError
-from .alone import together
+from .alone import RanksAsIgniteSees
 from .base import Model, Uneven, modules_of
 from .devices import find_device
 from .peers import Peers
@@ -48,11 +48,12 @@ class Distributed(Placed):
         self.rank, self.local_rank, self.world_size = place.rank, place.local_rank, place.world_size
         self.data_rank, self.data_world_size = self.rank, self.world_size
         self.uneven = uneven
-        self.peers = Peers() if several else None
+        self.peers = Peers(timeout_sec) if several else None
+        self._as_ignite_sees = RanksAsIgniteSees() if several else None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy keeps: process groups cannot be copied, so a copy works on its own."""
-        return {**self.__dict__, "peers": None, "world_size": 1, "data_rank": 0, "data_world_size": 1}
+        return {**self.__dict__, "peers": None, "_as_ignite_sees": None, "world_size": 1, "data_rank": 0, "data_world_size": 1}
 
     def prepare_model(self, model: Model) -> None:
         """Bring ``model`` to the device of this rank, with rank 0's weights and buffers. A collective.
@@ -77,18 +78,19 @@ class Distributed(Placed):
         found = [text for text in self.peers.gather(_difference(mine, theirs)) if text]
         if found:
             raise StrategyError(
-                f"the model differs between ranks (name, shape, type, is trained): {found[0]} on rank 0. Build the same "
-                "model on every rank; only its values may differ, which rank 0 gives to all"
+                f"the model differs between ranks (name, shape, type, is trained): {found[0]} on rank 0. Build the "
+                "same model on every rank; only its values may differ, which rank 0 gives to all"
             )
 
     @contextmanager
     def running(self, model: Model | None, train: bool) -> Iterator[None]:
         """Return the region of one run; see :meth:`Strategy.running`."""
-        if self.peers is None:
+        if self.peers is None or self._as_ignite_sees is None:
             with super().running(model, train):
                 yield
         else:
-            with together():
+            self.peers.barrier(f"the start of {'a training' if train else 'an evaluation'} run")
+            with self._as_ignite_sees.region():
                 yield
 
     def mean(self, value: float | Tensor) -> float | Tensor:
@@ -98,19 +100,6 @@ class Distributed(Placed):
         number = torch.as_tensor(value, dtype=torch.float32, device=self.device).detach().clone()
         dist.all_reduce(number)
         return number / self.world_size
-
-    def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """Average gradients over the ranks that no backward pass has brought together. A collective."""
-        if self.peers is None:
-            return
-        anywhere = self.peers.largest([parameter.grad is not None for parameter in parameters])
-        for parameter, has_gradient in zip(parameters, anywhere, strict=True):
-            if not has_gradient:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.div_(self.world_size)
-            dist.all_reduce(parameter.grad)
 
 
 def _difference(mine: list[Any], theirs: list[Any]) -> str | None:

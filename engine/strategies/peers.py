@@ -1,70 +1,118 @@
 """How ranks talk on the host: small numbers and objects, over a gloo group of their own, without any device.
 
-Every method but ``start`` is a collective that waits for the other hosts; ``start`` and ``finish`` are one collective in
-two halves, so that the work between them hides the wait. All ranks must call the same methods in the same order.
+Every method but ``start`` is a collective that waits for the other hosts; ``start`` and ``finish`` are one collective
+in two halves, so that the work between them hides the wait. All ranks must do the same things in the same order. Each
+says what it is doing, so that ranks that have come apart hear of it instead of waiting for each other.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..errors import StrategyError
+
 __all__ = ["Peers"]
+
+_MOST_NUMBERS = 6
 
 
 class Peers:
     """The other ranks of a strategy.
 
     Args:
-        timeout: of each collective; None: torch's default, 30 minutes.
+        timeout_sec: of each collective; None: torch's default, 30 minutes.
     """
 
-    def __init__(self, timeout: Any = None) -> None:
+    def __init__(self, timeout_sec: float | None = None) -> None:
         """Make the group. A collective."""
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
+        timeout = None if timeout_sec is None else timedelta(seconds=timeout_sec)
+        self._world = dist.group.WORLD
         self._group = dist.new_group(backend="gloo", timeout=timeout)
-        self._round: tuple[torch.Tensor, Any] | None = None
+        self._round: tuple[str, torch.Tensor, Any] | None = None
 
-    def start(self, values: Sequence[int]) -> None:
-        """Begin a round: each rank gives as many whole numbers, and hears the largest of each from ``finish``."""
-        numbers = torch.tensor(values, dtype=torch.int64)
-        work = dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self._round = numbers, work
+    def are_there(self) -> bool:
+        """Say whether the process group of the job is the one these peers are in. No collective."""
+        return dist.is_initialized() and dist.group.WORLD is self._world
+
+    def start(self, what: str, values: Sequence[int]) -> None:
+        """Begin a round: each rank gives some whole numbers, and hears the largest of each from ``finish``.
+
+        Args:
+            what: is done, in words; the same on all ranks.
+            values: at most six.
+        """
+        self._round = self._begin(what, values)
 
     def finish(self) -> list[int] | None:
-        """Return the largest numbers of the round that was begun, or None if there was none."""
+        """Return the largest numbers of the round that was begun, None if there was none.
+
+        Raises:
+            StrategyError: another rank was doing something else.
+        """
         if self._round is None:
             return None
-        (numbers, work), self._round = self._round, None
+        begun, self._round = self._round, None
+        return self._end(*begun)
+
+    def _begin(self, what: str, values: Sequence[int]) -> tuple[str, torch.Tensor, Any]:
+        numbers = torch.zeros(_MOST_NUMBERS + 2, dtype=torch.int64)
+        numbers[: len(values) + 2] = torch.tensor(_signature(what) + list(values))
+        return what, numbers, dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def _end(self, what: str, numbers: torch.Tensor, work: Any) -> list[int]:
         work.wait()
-        return numbers.tolist()
+        largest, negated, *values = numbers.tolist()
+        if largest != -negated:
+            raise StrategyError(
+                f"the ranks have come apart: rank {self.rank} is at {what}, and another rank is not. Every rank must "
+                "start the same runs in the same order; an engine that runs on one rank alone, such as a validation "
+                'on rank 0, is declared so: Engine(..., strategy="single")'
+            )
+        return values
 
     def forget(self) -> None:
         """Let go of a round that was begun, without waiting for it: the run has failed."""
         self._round = None
 
-    def largest(self, values: Sequence[int]) -> list[int]:
-        """Return the largest of each number over all ranks."""
-        numbers = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._group)
-        return numbers.tolist()
+    def largest(self, what: str, values: Sequence[int]) -> list[int]:
+        """Return the largest of each number over all ranks. Any count of them.
 
-    def broadcast(self, value: Any) -> Any:
+        Raises:
+            StrategyError: another rank was doing something else.
+        """
+        found: list[int] = []
+        for begin in range(0, max(1, len(values)), _MOST_NUMBERS):
+            part = list(values[begin : begin + _MOST_NUMBERS])
+            found += self._end(*self._begin(what, part))[: len(part)]
+        return found
+
+    def broadcast(self, value: Any, what: str = "a broadcast") -> Any:
         """Return rank 0's ``value``, whatever can be pickled; the other ranks' is not looked at."""
+        self.largest(what, [])
         box = [value if self.rank == 0 else None]
         dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, what: str = "a gathering") -> list[Any]:
         """Return the ``value`` of every rank, by rank, whatever can be pickled."""
+        self.largest(what, [])
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def barrier(self) -> None:
+    def barrier(self, what: str = "a barrier") -> None:
         """Wait until all ranks are here."""
-        self.largest([0])
+        self.largest(what, [])
+
+
+def _signature(what: str) -> list[int]:
+    number = zlib.crc32(what.encode())
+    return [number, -number]  # the largest of both tells whether all ranks gave the same

@@ -1,16 +1,19 @@
 """The processes of a job: who this one is, and the process group between them.
 
-The environment is torchrun's: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. A group that
-exists already is used as it is.
+The environment is torchrun's, on one machine or several: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT. A group that exists already is used as it is.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import sys
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +21,7 @@ import torch.distributed as dist
 from ..errors import StrategyError
 from .devices import accelerator_type, find_device
 
-__all__ = ["Processes", "are_several", "join", "local_device"]
+__all__ = ["Processes", "are_several", "check_backend", "join", "local_device"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,11 @@ class Processes:
 
 
 def are_several() -> bool:
-    """Say whether this process is one of several, by the group or by the environment. No collective."""
+    """Say whether this process is one of several, by the group or by the environment. No collective.
+
+    Raises:
+        StrategyError: the environment names a rank that cannot be, or one of RANK and WORLD_SIZE alone.
+    """
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size() > 1
     return _from_environment().world_size > 1
@@ -48,89 +55,62 @@ def are_several() -> bool:
 def join(backend: str | None = None, device: torch.device | None = None, timeout_sec: float | None = None) -> Processes:
     """Return this process's place, after making the group that the environment asks for, if there is none yet.
 
-    The first call is a collective. A group made here is ended when the program ends, one that exists already is not.
+    The first call is a collective. A group made here is ended when the program ends, unless it ends with an error; one
+    that exists already is not. However the program ends, it does not wait for a collective on the host (gloo) that
+    other ranks may never join.
 
     Args:
         backend: as in ``torch.distributed.init_process_group``. None: gloo for the CPU, and beside it the accelerator's
-            own (NCCL) if this rank has one.
+            own (NCCL) if this rank has one. ``"cpu:gloo"``: the ranks work on the CPU, whatever else there is.
         device: where the model runs, if that is decided; the CPU needs no backend of the accelerator.
         timeout_sec: of each collective; None: torch's default.
 
     Raises:
-        StrategyError: a backend that is not there, or more ranks on this machine than devices.
+        StrategyError: an environment that makes no sense, a backend that is not there or not for the device, or more
+            ranks on this machine than devices.
     """
-    if not dist.is_available():
-        return Processes()
+    if dist.is_available() and dist.is_initialized():
+        return _place(dist.get_rank(), dist.get_world_size())
     place = _from_environment()
-    if dist.is_initialized():
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        if (place.rank, place.world_size) == (rank, world_size):
-            return place
-        return Processes(rank, _guess_local_rank(rank), world_size, world_size)
     if place.world_size == 1:
         return place
-    _check_backend(backend)
-    accelerator = accelerator_type() if device is None or device.type != "cpu" else None
-    if accelerator is not None and not _count(accelerator):
-        accelerator = None
-    chosen = local_device(place) if device is None else device
-    if backend is None and accelerator is not None:
-        backend = f"cpu:gloo,{accelerator}:{dist.get_default_backend_for_device(accelerator)}"
+    _check_can_meet(place)
+    check_backend(backend)
+    chosen = _local_device(place, backend) if device is None else device
+    backend = backend or _suitable_backend(chosen)
+    if chosen.type not in _devices_of(backend):
+        raise StrategyError(
+            f"backend={backend!r} is for {' and '.join(sorted(_devices_of(backend)))}, but rank {place.rank} works on "
+            f"{str(chosen)!r}: leave backend out to have the one that suits the device"
+        )
     if chosen.type != "cpu":
         torch.accelerator.set_device_index(chosen.index or 0)
-    timeout = None if timeout_sec is None else timedelta(seconds=timeout_sec)
-    dist.init_process_group(backend or "gloo", timeout=timeout)
-    atexit.register(_leave)
+    dist.init_process_group(backend, timeout=None if timeout_sec is None else timedelta(seconds=timeout_sec))
+    atexit.register(_leave, weakref.ref(dist.group.WORLD))
     return place
 
 
 def local_device(place: Processes) -> torch.device:
     """Return the device of this rank: the accelerator of its local rank, or the CPU.
 
+    It is the CPU too where the process group has no backend for the accelerator.
+
     Raises:
         StrategyError: there are accelerators, but fewer than ranks on this machine.
     """
-    accelerator = accelerator_type()
-    count = 0 if accelerator is None else _count(accelerator)
-    if not count:
-        return torch.device("cpu")
-    if place.local_rank >= count or place.local_world_size > count:
-        raise StrategyError(
-            f"{place.local_world_size} ranks were started on this machine, which has {count} {accelerator} device(s): "
-            f"start {count} with torchrun --nproc-per-node {count}, or run on the CPU with device='cpu'"
-        )
-    return find_device(f"{accelerator}:{place.local_rank}")
+    return _local_device(place, dist.get_backend_config() if dist.is_initialized() else None)
 
 
-def _from_environment() -> Processes:
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    given = {name: os.environ.get(name) for name in names}
-    if given["RANK"] is None or given["WORLD_SIZE"] is None:
-        return Processes()
-    rank, world_size = _number("RANK", given["RANK"]), _number("WORLD_SIZE", given["WORLD_SIZE"])
-    local_world_size = _number("LOCAL_WORLD_SIZE", given["LOCAL_WORLD_SIZE"] or str(world_size))
-    local_rank = _number("LOCAL_RANK", given["LOCAL_RANK"] or str(rank % max(1, local_world_size)))
-    if not 0 <= rank < world_size:
-        raise StrategyError(f"RANK={rank} does not fit WORLD_SIZE={world_size} in the environment: ranks count from 0")
-    return Processes(rank, local_rank, world_size, local_world_size)
+def check_backend(backend: str | None) -> None:
+    """Do nothing if this torch has ``backend``.
 
-
-def _number(name: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise StrategyError(f"the environment variable {name}={text!r} is no whole number: torchrun sets it") from None
-
-
-def _guess_local_rank(rank: int) -> int:
-    local = os.environ.get("LOCAL_RANK")
-    accelerator = accelerator_type()
-    return _number("LOCAL_RANK", local) if local else rank % max(1, _count(accelerator) if accelerator else 1)
-
-
-def _check_backend(backend: str | None) -> None:
+    Raises:
+        StrategyError: it has not.
+    """
     if backend is None:
         return
+    if not isinstance(backend, str):
+        raise StrategyError(f"backend={backend!r} is no name of a backend, such as 'gloo' or 'cpu:gloo,cuda:nccl'")
     for part in backend.split(","):
         name = part.split(":")[-1].strip().lower()
         if name not in dist.Backend.backend_list or not dist.is_backend_available(name):
@@ -141,12 +121,122 @@ def _check_backend(backend: str | None) -> None:
             )
 
 
-def _count(accelerator: str) -> int:
+def _from_environment() -> Processes:
+    rank, world_size = _number("RANK"), _number("WORLD_SIZE")
+    if rank is None and world_size in (None, 1):
+        return Processes()
+    if rank is None or world_size is None:
+        given, missing = ("RANK", "WORLD_SIZE") if world_size is None else ("WORLD_SIZE", "RANK")
+        raise StrategyError(
+            f"the environment has {given}={os.environ[given]} but no {missing}: start the ranks with torchrun, which "
+            f"sets both, or unset {given} to run one process alone"
+        )
+    if not 0 <= rank < world_size:
+        raise StrategyError(f"RANK={rank} does not fit WORLD_SIZE={world_size} in the environment: ranks count from 0")
+    return _place(rank, world_size)
+
+
+def _place(rank: int, world_size: int) -> Processes:
+    """Add what the environment says about this machine; where it is silent, at most one rank for each device."""
+    local_rank, local_world_size = _number("LOCAL_RANK"), _number("LOCAL_WORLD_SIZE")
+    if local_world_size is None:
+        local_world_size = max(min(world_size, _count(accelerator_type()) or world_size), (local_rank or 0) + 1)
+    if local_rank is None:
+        local_rank = rank % max(1, local_world_size)
+    if not 0 <= local_rank < local_world_size <= world_size:
+        raise StrategyError(
+            f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_world_size} and WORLD_SIZE={world_size} do not fit: on "
+            "each machine ranks count from 0, and there are no more on one than on all"
+        )
+    return Processes(rank, local_rank, world_size, local_world_size)
+
+
+def _number(name: str) -> int | None:
+    text = os.environ.get(name)
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise StrategyError(f"the environment variable {name}={text!r} is no whole number: torchrun sets it") from None
+
+
+def _check_can_meet(place: Processes) -> None:
+    if not dist.is_available():
+        raise StrategyError(
+            f"this is one of {place.world_size} processes (WORLD_SIZE), but this torch is built without "
+            "torch.distributed: install a build that has it"
+        )
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise StrategyError(
+            f"this is rank {place.rank} of {place.world_size} (RANK, WORLD_SIZE), but the environment has no "
+            f"{' and no '.join(missing)}, where the ranks meet: start them with torchrun, which sets it, or set it to "
+            "the host of rank 0 and to a free port there, the same on all ranks"
+        )
+
+
+def _local_device(place: Processes, backend: str | None) -> torch.device:
+    accelerator = accelerator_type()
+    count = _count(accelerator)
+    if not count or (backend is not None and accelerator not in _devices_of(backend)):
+        return torch.device("cpu")
+    if place.local_world_size > count:
+        raise StrategyError(
+            f"{place.local_world_size} ranks were started on this machine, which has {count} {accelerator} device(s): "
+            f"start {count} (torchrun --nproc-per-node {count}), or let the ranks work on the CPU: DDP(device='cpu'), "
+            "or launch(..., backend='cpu:gloo'). Where each rank is shown one device of its own: "
+            f"DDP(device='{accelerator}:0')"
+        )
+    return find_device(f"{accelerator}:{place.local_rank}")
+
+
+def _suitable_backend(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+
+
+def _devices_of(backend: str) -> set[str]:
+    """Return the types of device that a backend, or a list as in ``"cpu:gloo,cuda:nccl"``, is for."""
+    devices: set[str] = set()
+    for part in backend.lower().split(","):
+        device, _, name = part.strip().rpartition(":")
+        devices |= {device} if device else set(dist.Backend.backend_capability.get(name, ()))
+    return devices
+
+
+def _count(accelerator: str | None) -> int:
+    if accelerator is None:
+        return 0
     module = torch.get_device_module(accelerator)
     return int(module.device_count()) if module.is_available() else 0
 
 
-def _leave() -> None:
-    """End the group that was made here. Not after an error: the others may be waiting, and a collective would hang."""
-    if dist.is_initialized() and getattr(sys, "last_value", None) is None:
-        dist.destroy_process_group()
+def _leave(made: weakref.ref[Any]) -> None:
+    """End the group that was made here, at the end of the program.
+
+    Not after an error: ranks that wait for this one must learn of it from the end of the process, which must come soon.
+    """
+    if dist.is_initialized():
+        _forget_collectives_under_way()
+        if made() is dist.group.WORLD and getattr(sys, "last_value", None) is None:
+            dist.destroy_process_group()
+
+
+def _forget_collectives_under_way() -> None:
+    """Keep the gloo groups from being taken down with the interpreter, when they would wait for their collectives.
+
+    A rank that fails while the others wait for it in another collective would wait for them, and they for it, until the
+    timeout of 30 minutes. gloo cannot abort a collective, but a group that is referred to is never taken down.
+
+    Uses names that are private to torch: it has no public list of groups. Were they gone, only the wait would be back;
+    ``tests/test_processes.py`` tells.
+    """
+    for group in list(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", ())):
+        try:
+            backend = group._get_backend(torch.device("cpu"))
+        except RuntimeError:  # a group of accelerators only
+            continue
+        if backend.name() == "gloo":
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))

@@ -1,0 +1,108 @@
+"""How the ranks of a run come to stop at the same iteration, whichever of them asks.
+
+What a rank asks for (``terminate``, ``terminate_epoch``, ``interrupt``), and that its data ends, goes into a round with
+the others that is begun before each step and heard after it, so nobody waits: what is asked for in one iteration takes
+effect after the next one, on all ranks. Outside of the iterations the round is heard at once.
+
+In evaluation ranks may have batches of different number. One that has none left goes on with the rounds until all are
+done, so that they end together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .strategies import Peers
+
+__all__ = ["VERBS", "Agreement", "Heard"]
+
+# each verb with what else than True may be asked for
+VERBS = {
+    "should_terminate": "skip_completed",
+    "should_terminate_single_epoch": "skip_epoch_completed",
+    "should_interrupt": "",
+}
+
+
+class Heard(NamedTuple):
+    """What some rank has asked for, whether the data of some rank ends, and whether some rank is at a batch."""
+
+    asked: dict[str, bool | str]
+    ends: bool
+    more: bool
+
+
+class Agreement:
+    """The rounds of one run.
+
+    Args:
+        peers: the other ranks.
+        what: the run, in words, the same on all ranks.
+    """
+
+    def __init__(self, peers: Peers, what: str) -> None:
+        self._peers = peers
+        self._what = what
+        self._wanted: dict[str, bool | str] = {}
+
+    def want(self, name: str, value: bool | str) -> None:
+        """Ask for a verb, or take it back with False."""
+        self._wanted[name] = value
+
+    def begin(self, ends: bool, more: bool = True) -> None:
+        """Begin the round of a batch. Does not wait.
+
+        Args:
+            ends: the data of this rank ends with this batch.
+            more: this rank is at a batch.
+        """
+        levels = [2 if isinstance(value, str) else int(value) for value in map(self._wanted.get, VERBS, [False] * 3)]
+        self._peers.start(self._what, [*levels, ends, more])
+
+    def hear(self) -> Heard | None:
+        """Return what came of the round that was begun, None if there was none. Waits for the other hosts.
+
+        Raises:
+            StrategyError: another rank is in another run.
+        """
+        numbers = self._peers.finish()
+        if numbers is None:
+            return None
+        asked = {
+            name: special if level == 2 else True
+            for (name, special), level in zip(VERBS.items(), numbers, strict=False)
+            if level
+        }
+        for name in asked:
+            self._wanted.pop(name, None)
+        return Heard(asked, bool(numbers[3]), bool(numbers[4]))
+
+    def now(self) -> Heard:
+        """Return what all ask for at this moment. A collective that waits for the other hosts."""
+        self.begin(False, False)
+        heard = self.hear()
+        assert heard is not None
+        return heard
+
+    def await_others(self, work: Callable[[], None] | None) -> tuple[Heard, bool]:
+        """Go on with the rounds until no rank has a batch left, or one has asked to stop.
+
+        Args:
+            work: done in each round in which another rank takes a step, where a step is a collective.
+
+        Returns:
+            what was heard last, and whether any rank had a batch in these rounds.
+        """
+        had_more = False
+        while True:
+            heard = self.now()
+            if heard.asked or not heard.more:
+                return heard, had_more
+            had_more = True
+            if work is not None:
+                work()
+
+    def forget(self) -> None:
+        """End without a word to the others: the run has failed, or is over."""
+        self._peers.forget()
