@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ignite.metrics import Loss
 from ranks import run_on_ranks as run_body
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, AdamW, Optimizer
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from pellucid.engine.errors import StrategyError
-from pellucid.engine.strategies.fsdp import FSDP
+from pellucid.engine import FSDP, Engine, Events, StrategyError
+from pellucid.handlers import GradientClip, Validate
 
 Batches = list[tuple[Tensor, Tensor]]
 States = dict[str, Tensor]
@@ -727,8 +729,15 @@ def fail_and_go_on() -> None:
     model[2].fails = False
     with strategy.running(model, True):
         model(inputs).sum().backward()
+        # an inner run that fails between the two leaves the outer backward right
+        loss = model(inputs).sum()
+        model[2].fails = True
+        with pytest.raises(KeyError), torch.no_grad(), strategy.running(model, False):
+            model(inputs)
+        model[2].fails = False
+        loss.backward()
     plain = strategy.copy_model(model)
-    plain(inputs).sum().backward()
+    (2 * plain(inputs).sum()).backward()
     for one, wanted in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad.full_tensor(), wanted.grad)
     fresh, untouched = sharded()
@@ -757,6 +766,31 @@ def watch_batch_norm() -> list[list[float]]:
     with strategy.running(model, True):
         seen.append(float(model[0].running_mean))
     return [seen]
+
+
+def give_buffers() -> None:
+    rank = dist.get_rank()
+    model = nn.Linear(2, 2)
+    buffers = {
+        "few bits": torch.full((2,), rank, dtype=torch.int16),
+        "complex": torch.full((2,), rank, dtype=torch.complex64),
+        "flag": torch.tensor(bool(rank)),
+        "expanded": torch.tensor([float(rank)]).expand(3),
+        "transposed": torch.full((2, 3), rank).t(),
+        "nothing": torch.ones(0),
+    }
+    for name, one in buffers.items():
+        model.register_buffer(name, one)
+    strategy, _ = sharded(model)
+    assert all(getattr(model, name) is one and not one.any() for name, one in buffers.items())
+    model.expanded.data[:1] = rank
+    with strategy.running(model, False):
+        assert not model.expanded.any()
+    assert bool(model.expanded.all()) == bool(rank)
+
+
+def test_buffers_of_every_kind_come_from_rank_0() -> None:
+    run_on_ranks(give_buffers, 2)
 
 
 def test_statistics_are_each_ranks_own_in_training_and_rank_0s_in_evaluation_and_state() -> None:
@@ -922,3 +956,104 @@ def look_at_old_weights() -> None:
 def test_torchs_fully_shard_is_as_it_was_when_this_was_written() -> None:
     run_on_ranks(look_at_torch, 2)
     run_on_ranks(look_at_old_weights, 2)
+
+
+# ---------------------------------------------------------------- with an engine
+
+
+def make_loader(samples: int = 48) -> DataLoader[tuple[Tensor, ...]]:
+    batches = make_batches()
+    data = TensorDataset(torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))
+    return DataLoader(Subset(data, range(samples)), batch_size=4 if samples == len(data) else 1)
+
+
+def step(engine: Engine, batch: Any) -> Tensor:
+    inputs, targets = batch
+    with engine.autocast():
+        loss = mse_loss(engine.model(inputs), targets)
+    engine.backward(loss)
+    engine.update()
+    return loss
+
+
+def look(engine: Engine, batch: Any) -> Any:
+    inputs, targets = batch
+    return engine.model(inputs), targets
+
+
+def run_engine(steps: int) -> States:
+    model = Net()
+    engine = Engine(
+        step,
+        model,
+        optimizer=OPTIMIZERS["sgd"](model.parameters()),
+        strategy=FSDP("cpu"),
+        gradient_accumulation_steps=steps,
+    )
+    GradientClip(max_norm=0.1).attach(engine)
+    engine.run(make_loader(), max_epochs=1)
+    assert engine.model is model and engine.state.updates == 6 // steps
+    return engine.strategy.full_state_dict(model)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_an_engine_trains_the_shards_of_a_model_whose_optimizer_was_made_before(steps: int) -> None:
+    assert_same(run_on_ranks(run_engine, 2, steps)[0], train_alone(2, steps=steps)[0])
+
+
+def train_inside() -> None:
+    model = Net()
+    engine = Engine(step, model, optimizer=OPTIMIZERS["sgd"], strategy=FSDP("cpu"))
+    engine.run(make_loader(), max_epochs=1)
+    before = engine.strategy.full_state_dict(model)
+    inner = engine.fork(step, mode="train", model="copy", optimizer=OPTIMIZERS["sgd"])
+    inner.run(make_loader(), max_epochs=1)
+    assert_same(engine.strategy.full_state_dict(model), before, 0)
+    assert not torch.equal(engine.strategy.full_state_dict(inner.model)["head.bias"], before["head.bias"])
+
+
+def test_an_inner_training_of_a_copy_leaves_the_outer_weights_alone() -> None:
+    run_on_ranks(train_inside, 2)
+
+
+def fail_in_a_step() -> States:
+    fails = [3]
+
+    def failing_step(engine: Engine, batch: Any) -> Tensor:
+        if engine.state.iteration in fails:
+            fails.clear()
+            engine.model(batch[0])
+            raise KeyError("between forward and backward")
+        return step(engine, batch)
+
+    model = Net()
+    engine = Engine(failing_step, model, optimizer=OPTIMIZERS["sgd"], strategy=FSDP("cpu"))
+    GradientClip(max_norm=0.1).attach(engine)
+    with pytest.raises(KeyError):
+        engine.run(make_loader(), max_epochs=1)
+    engine.run(make_loader(), max_epochs=1)
+    return engine.strategy.full_state_dict(model)
+
+
+def test_a_run_goes_on_after_an_error_in_the_step() -> None:
+    assert_same(run_on_ranks(fail_in_a_step, 2)[0], train_alone(2)[0])
+
+
+def evaluate(samples: int) -> tuple[float, float]:
+    model = Net()
+    trainer = Engine(step, model, optimizer=OPTIMIZERS["sgd"], strategy=FSDP("cpu"))
+    evaluator = Engine(look, model, mode="eval", metrics={"loss": Loss(mse_loss)})
+    assert evaluator.strategy is trainer.strategy
+    Validate(evaluator, make_loader(samples), every=Events.ITERATION_COMPLETED).attach(trainer)
+    trainer.run(make_loader(), max_epochs=1)
+    plain = trainer.strategy.copy_model(model)
+    with torch.no_grad():
+        losses = [mse_loss(plain(inputs), targets) for inputs, targets in make_loader(samples)]
+    return evaluator.state.metrics["loss"], float(torch.stack(losses).mean())
+
+
+@pytest.mark.xfail(strict=True, reason="a second engine refuses the model as wrapped already: check_model's part")
+@pytest.mark.parametrize(("world_size", "samples"), [(2, 1), (2, 7), (3, 2)])
+def test_an_evaluation_is_that_of_one_process_with_any_number_of_samples(world_size: int, samples: int) -> None:
+    for found, wanted in run_on_ranks(evaluate, world_size, samples):
+        assert found == pytest.approx(wanted, rel=1e-5)

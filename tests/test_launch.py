@@ -195,6 +195,17 @@ def test_on_a_rank_launch_is_refused():
         launch(lambda: launch(die, nprocs=2), nprocs=1)
 
 
+def test_a_thread_can_launch_too_but_not_two_at_once(monkeypatch):
+    answers: list[int] = []
+    thread = threading.Thread(target=lambda: answers.append(launch(lambda: dist.get_world_size(), nprocs=2)))
+    thread.start()
+    thread.join(60)
+    assert answers == [2]
+    monkeypatch.setenv("PELLUCID_LAUNCHED_BY", str(os.getpid()))  # as while that thread was at it
+    with pytest.raises(StrategyError, match="launch is at work in this process already, in another thread"):
+        launch(die, nprocs=2)
+
+
 # ---- stopped from outside
 
 

@@ -27,7 +27,7 @@ from .fsdp_groups import Choice, Groups, called_modules, find_groups, matching
 from .fsdp_options import check_plan, shard_options
 from .fsdp_plain import Origins, copied, refuse_deepcopy
 from .fsdp_steppers import ShardedLossScaler, ShardedStepper
-from .fsdp_tensors import broadcast, clip_gradients, part_like, whole
+from .fsdp_tensors import broadcast, clip_gradients, memory_of, part_like, whole
 from .mesh import Mesh, data_place, make_mesh, sharding_part
 from .precision import Stepper
 
@@ -112,6 +112,8 @@ class FSDP(Distributed):
         self.forward_is_collective = self.peers is not None
         if self.peers is None:
             return
+        if self.device.index is not None:
+            torch.accelerator.set_device_index(self.device.index)  # the only one that fully_shard works on
         self._mesh = make_mesh(mesh, self.device.type, self.world_size)
         self.data_rank, self.data_world_size = data_place(self._mesh)
         check_plan(self._plan, self._mesh)
@@ -240,7 +242,7 @@ class FSDP(Distributed):
                 yield
                 return
             # not the tensors themselves: a graph that waits for its backward must not see that they were written to
-            buffers = [one.data for one in self._plain_buffers(model)]
+            buffers = [memory_of(one.data) for one in self._plain_buffers(model)]
             kept = [one.clone() for one in buffers] if not train and self.rank else []
             self._let_go(model)
             for root in modules_of(model):
@@ -325,9 +327,8 @@ class FSDP(Distributed):
             return super().full_state_dict(model)
         self._let_go(model)
         found: dict[int, Tensor] = {}
-        state: dict[str, Any] = model.state_dict(
-            keep_vars=True
-        )  # the tensors themselves: what is tied is gathered once
+        # with the tensors themselves, so that what is tied is gathered once
+        state: dict[str, Any] = model.state_dict(keep_vars=True)
         for key, value in state.items():
             if isinstance(value, Tensor):
                 if id(value) not in found:

@@ -52,12 +52,13 @@ def launch(fn: Callable[..., ValueT], *args: Any, nprocs: int, backend: str | No
     Every rank is a process of its own with the environment of torchrun, in one process group, so that
     ``Engine(strategy="auto")`` trains in parallel in it. The group is there before ``fn`` is called, and ended when it
     has returned on that rank. Each rank gets a copy of ``args``, and the caller a copy of the value; tensors come on
-    the CPU. Each rank computes with one thread, unless OMP_NUM_THREADS is set. What the ranks print appears here.
+    the CPU. Several ranks compute with one thread each, unless OMP_NUM_THREADS is set. What the ranks print appears
+    here.
 
     Where ``fn`` and ``args`` can be imported and pickled, the ranks are new interpreters ("spawn"), so a script calls
     ``launch`` under ``if __name__ == "__main__":``, as it is read again in each. Else, as for functions of a notebook
     and for closures, they are copies of this process ("fork"), which is possible as long as no accelerator has been
-    set up in it; each of them computes with one thread.
+    used in it; each of them computes with one thread, and what it displays in a notebook appears as text.
 
     Args:
         fn: called on every rank.

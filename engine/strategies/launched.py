@@ -92,7 +92,7 @@ def reports(folder: Path) -> list[Report]:
 
 def started(folder: Path) -> dict[int, int]:
     """Return the ranks that have come to life, and their process ids, which are those of their process groups too."""
-    return {int(file.suffix[1:]): int(file.read_text() or 0) for file in folder.glob("started.*")}
+    return {int(file.suffix[1:]): int(file.read_text()) for file in folder.glob("started.*")}
 
 
 def _settle(job: Job, rank: int) -> None:
@@ -104,6 +104,7 @@ def _settle(job: Job, rank: int) -> None:
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)  # the launcher's handlers were copied with it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.set_wakeup_fd(-1)  # the event loop of the process that was copied
         leave_notebook()
         torch.set_num_threads(1)  # the threads of OpenMP were not copied, and would be waited for
         if job.backend != "cpu:gloo":
