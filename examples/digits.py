@@ -4,8 +4,9 @@
     .venv/bin/python examples/digits.py --epochs 50 --seed 1 --device cpu --output runs/digits
     .venv/bin/torchrun --standalone --nproc-per-node 2 examples/digits.py
 
-With torchrun each process trains on batches of its own, and evaluates a part of the images. Every epoch ends with a validation, and three in a row that bring nothing better end the run. The best weights are then
-tested on images that were never looked at before. Learning curves and the best checkpoint go to the output folder.
+With torchrun each process trains on batches of its own, and evaluates a part of the images. Every epoch ends with a
+validation, and three in a row that bring nothing better end the run. The best weights are then tested on images that
+were never looked at before. Learning curves and the best checkpoint go to the output folder.
 """
 
 from __future__ import annotations

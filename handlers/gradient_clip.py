@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+from torch.nn.utils import clip_grad_value_
 
 from ..engine import Engine, Events
 from ._attachable import Attachable, Subscription
@@ -85,9 +85,9 @@ class GradientClip(Attachable):
         is_due = self._record is not None and is_nth_update(engine, self._record_every)
         norm: Tensor | None = None
         if self._max_norm is not None:
-            norm = clip_grad_norm_(parameters, self._max_norm, self._norm_type)
+            norm = engine.strategy.clip_gradients(parameters, self._max_norm, self._norm_type)
         elif is_due:
-            norm = get_total_norm([p.grad for p in parameters if p.grad is not None], self._norm_type)
+            norm = engine.strategy.clip_gradients(parameters, None, self._norm_type)
         if self._max_value is not None:
             clip_grad_value_(parameters, self._max_value)
         if is_due:

@@ -1,8 +1,8 @@
 """A pool of processes that run one body on several ranks, over gloo on the loopback interface.
 
 The processes live as long as the test session, since starting one takes seconds; every call makes a process group of
-its own out of the first ``world_size`` of them. A body is a plain function of a test module: it is found by its file and
-name, so it needs no import of the module by name. A body that hangs is a failure: the pool is ended and made anew.
+its own out of the first ``world_size`` of them. A body is a plain function of a test module: it is found by its file
+and name, so it needs no import of the module by name. A body that hangs is a failure: the pool is ended and made anew.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import importlib
 import importlib.util
 import io
 import multiprocessing
@@ -199,10 +200,19 @@ def _work(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+            _forget_meshes()
             idist.sync()  # Ignite must not remember the group
             idist.utils._need_to_sync = True
         os.environ.clear()
         os.environ.update(before)
+
+
+def _forget_meshes() -> None:
+    """Clear torch's caches of sharded tensors: they keep meshes of process groups that are gone."""
+    debug = sys.modules.get("torch.distributed.tensor.debug")
+    if "torch.distributed.tensor" in sys.modules:
+        debug = debug or importlib.import_module("torch.distributed.tensor.debug")
+        debug._clear_sharding_prop_cache()
 
 
 def _module(path: str) -> Any:

@@ -1052,7 +1052,6 @@ def evaluate(samples: int) -> tuple[float, float]:
     return evaluator.state.metrics["loss"], float(torch.stack(losses).mean())
 
 
-@pytest.mark.xfail(strict=True, reason="a second engine refuses the model as wrapped already: check_model's part")
 @pytest.mark.parametrize(("world_size", "samples"), [(2, 1), (2, 7), (3, 2)])
 def test_an_evaluation_is_that_of_one_process_with_any_number_of_samples(world_size: int, samples: int) -> None:
     for found, wanted in run_on_ranks(evaluate, world_size, samples):

@@ -1,4 +1,4 @@
-"""Stopping changes nothing, on ranks: a run that is stopped and taken up again in new objects ends the same, to the bit.
+"""Stopping changes nothing, on ranks: a run that is stopped and taken up again in new objects ends the same.
 
 What a rank has saved is its own: its random state, its place in its batches, the gradients of a window in progress.
 """

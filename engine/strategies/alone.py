@@ -1,8 +1,8 @@
 """What Ignite sees of the ranks: all of them, or this process alone.
 
 Ignite finds the process group by itself, through its module ``ignite.distributed``, and every metric then reduces over
-all ranks. An engine that runs on one rank only would wait for the others forever. And to find the group is a collective,
-which must not happen where one rank first asks: so it is done once, when the strategy of the ranks is made.
+all ranks. An engine that runs on one rank only would wait for the others forever. And to find the group is a
+collective, which must not happen where one rank first asks: so it is done once, when the ranks' strategy is made.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from .alone import alone
 from .peers import Peers
 from .precision import Stepper
 
-__all__ = ["Model", "Strategy", "Uneven", "modules_of"]
+__all__ = ["CopyWithoutGraph", "Model", "Strategy", "Uneven", "modules_of"]
 
 _NOTHING = object()
 Uneven = Literal["trim", "pad"]
@@ -128,6 +128,23 @@ class Strategy(ABC):
             StrategyError: the backward passes have left parameters out, so that the others wait for this rank.
         """
 
+    def clip_gradients(
+        self, parameters: Sequence[Tensor], max_norm: float | None = None, norm_type: float = 2.0
+    ) -> Tensor:
+        """Scale gradients down so that their norm is at most ``max_norm``. A collective in sharding strategies.
+
+        Args:
+            parameters: whose gradients are taken together.
+            max_norm: None: scale nothing.
+            norm_type: as in ``torch.nn.utils.clip_grad_norm_``.
+
+        Returns:
+            the norm as it was: shape (), a plain tensor, the same on all ranks. Does not wait for the device.
+        """
+        if max_norm is not None:
+            return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+
     def mean(self, value: float | Tensor) -> float | Tensor:
         """Return the mean of a number over the ranks that read different data. A collective; no wait for a device."""
         return value
@@ -153,8 +170,8 @@ class Strategy(ABC):
         """
         if self.peers is None:
             return list(mine)
-        parts = self.peers.gather(list(mine), "the gathering of batches")
-        rows = zip_longest(*parts, fillvalue=_NOTHING)
+        by_rank = dict(self.peers.gather((self.data_rank, list(mine)), "the gathering of batches"))
+        rows = zip_longest(*(by_rank[rank] for rank in sorted(by_rank)), fillvalue=_NOTHING)
         return [entry for row in rows for entry in row if entry is not _NOTHING]
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
@@ -176,12 +193,12 @@ class Strategy(ABC):
         """
         memo: dict[int, Any] = {}
         # neither no_grad nor inference mode of the caller may get into the copy: it may be for training
-        with torch.inference_mode(False), torch.enable_grad(), _CopyWithoutGraph():
+        with torch.inference_mode(False), torch.enable_grad(), CopyWithoutGraph():
             copied: ModelT = map_nested(model, lambda module: copy.deepcopy(module, memo), leaf=nn.Module)
         return copied
 
 
-class _CopyWithoutGraph(TorchFunctionMode):
+class CopyWithoutGraph(TorchFunctionMode):
     """Lets ``copy.deepcopy`` copy tensors that belong to a graph, wherever a module has kept them."""
 
     def __torch_function__(

@@ -130,9 +130,7 @@ class _Hooks:
 
 
 def _named(device: int | torch.device) -> str | torch.device:
-    if isinstance(device, int) and not isinstance(device, bool):
-        return f"{accelerator_type() or 'cuda'}:{device}"
-    return device
+    return device if isinstance(device, torch.device) else f"{accelerator_type() or 'cuda'}:{device}"
 
 
 def _all_devices() -> list[torch.device]:

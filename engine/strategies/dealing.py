@@ -171,6 +171,7 @@ class DealtLoader:
 class _TakesTurns:
     """What the class of a copy of a loader of a stream has before the loader's own class."""
 
+    __slots__ = ()  # the copy's class may be changed to one of the same layout only
     _deal: Deal
 
     def __iter__(self) -> Iterator[Any]:

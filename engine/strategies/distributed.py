@@ -53,7 +53,8 @@ class Distributed(Placed):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy keeps: process groups cannot be copied, so a copy works on its own."""
-        return {**self.__dict__, "peers": None, "_as_ignite_sees": None, "world_size": 1, "data_rank": 0, "data_world_size": 1}
+        alone = {"peers": None, "_as_ignite_sees": None, "world_size": 1, "data_rank": 0, "data_world_size": 1}
+        return {**self.__dict__, **alone}
 
     def prepare_model(self, model: Model) -> None:
         """Bring ``model`` to the device of this rank, with rank 0's weights and buffers. A collective.

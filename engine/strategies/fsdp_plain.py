@@ -17,7 +17,7 @@ from torch import nn
 
 from ..errors import StrategyError
 from ..nested import map_nested
-from .base import ModelT, _CopyWithoutGraph, modules_of
+from .base import CopyWithoutGraph, ModelT, modules_of
 from .fsdp_tensors import whole
 
 __all__ = ["Origins", "copied", "refuse_deepcopy"]
@@ -29,7 +29,7 @@ def copied(model: ModelT, origins: Origins) -> ModelT:
     """Return a plain deep copy of ``model``, whole on every rank; see ``Strategy.copy_model``. A collective."""
     modules = list(dict.fromkeys(module for root in modules_of(model) for module in root.modules()))
     # neither no_grad nor inference mode of the caller may get into the copy
-    with torch.inference_mode(False), torch.enable_grad(), _CopyWithoutGraph():
+    with torch.inference_mode(False), torch.enable_grad(), CopyWithoutGraph():
         memo = _whole_tensors(modules)
         with origins.plain(modules):
             copy_: ModelT = map_nested(model, lambda module: copy.deepcopy(module, memo), leaf=nn.Module)

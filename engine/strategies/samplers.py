@@ -33,8 +33,8 @@ def misfit(sampler: Any, rank: int, world_size: int) -> str | None:
     kind, parts, its_rank = type(sampler).__name__, parts_of(sampler), getattr(sampler, "rank", rank)
     if parts != world_size:
         return (
-            f"the loader's {kind} divides the data into {parts} parts, and {world_size} ranks read different data: make "
-            f"it with num_replicas={world_size}, or leave it out, and every rank gets batches of its own anyway"
+            f"the loader's {kind} divides the data into {parts} parts, and {world_size} ranks read different data: "
+            f"make it with num_replicas={world_size}, or leave it out, and every rank gets batches of its own anyway"
         )
     if its_rank != rank:
         return (
@@ -45,7 +45,7 @@ def misfit(sampler: Any, rank: int, world_size: int) -> str | None:
 
 
 def padding_of(sampler: Any) -> int:
-    """Return how many samples a sampler of torch's repeats to make its parts equal; negative: how many it leaves out."""
+    """Return how many samples a sampler of torch's repeats to make its parts equal; negative: leaves out."""
     if not isinstance(sampler, DistributedSampler):
         return 0
     return int(sampler.total_size - len(sampler.dataset))  # type: ignore[arg-type]  # it has called len itself

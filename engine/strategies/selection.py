@@ -17,7 +17,7 @@ from .local import LocalView
 from .processes import are_several
 from .single import SingleDevice
 
-__all__ = ["resolve"]
+__all__ = ["is_under_a_strategy", "resolve"]
 
 _NAMED: dict[str, Callable[[], Strategy]] = {one.name: one for one in (SingleDevice, DDP, FSDP, DataParallel)}
 
@@ -60,6 +60,11 @@ def resolve(strategy: str | Strategy, model: Model | None) -> Strategy:
     return chosen
 
 
+def is_under_a_strategy(module: nn.Module) -> bool:
+    """Say whether a strategy that is in use has prepared this module."""
+    return _strategy_of(module) is not None
+
+
 def _make(name: str) -> Strategy:
     if name == SingleDevice.name:
         return SingleDevice()  # each model has its own place
@@ -91,7 +96,7 @@ def _refuse_another(known: Strategy, chosen: Strategy) -> None:
     if known.forward_is_collective and isinstance(chosen, SingleDevice):
         raise StrategyError(
             f"the model is under {known!r}, where each rank holds a part of it: one rank alone cannot run it. Let all "
-            "ranks run the engine (leave strategy out), or give it a whole copy: engine.fork(model='copy')"
+            "ranks run the engine (leave strategy out), or give it a whole copy: engine.strategy.copy_model(model)"
         )
     raise StrategyError(
         f"the model is under {known!r} already, and cannot be under {chosen!r} too: leave strategy out to share the "

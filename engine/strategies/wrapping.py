@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..errors import ModelError
+from .selection import is_under_a_strategy
 
 __all__ = ["check_model"]
 
@@ -59,5 +60,10 @@ def _check_module(module: object, position: str) -> None:
         )
     for home, name, remedy in _WRAPPERS:
         wrapper = getattr(sys.modules.get(home), name, None)
-        if wrapper is not None and isinstance(module, wrapper):
+        if wrapper is not None and isinstance(module, wrapper) and not _is_ours(name, module):
             raise ModelError(f"{position} is wrapped already ({name}): {remedy}")
+
+
+def _is_ours(name: str, module: nn.Module) -> bool:
+    """Say whether a sharded module is one that a strategy of ours has sharded: that is the user's own model still."""
+    return name == "FSDPModule" and is_under_a_strategy(module)
