@@ -117,9 +117,8 @@ class EMA(Attachable):
             return
         made = self._updates[name] // self._every - 1
         decay = min(self._decay, (1 + made) / (self._warmup + made)) if self._warmup else self._decay
-        blended = [slot for slot in slots if slot.is_blended]
-        if blended:
-            blend = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        blend = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        for blended in _alike([slot for slot in slots if slot.is_blended]):
             blend([slot.average for slot in blended], [slot.live_as_average() for slot in blended], made)
         for slot in slots:
             if not slot.is_blended:
@@ -249,6 +248,14 @@ class _Slot:
         if getattr(self.module, self.attribute) is not tensor:
             setattr(self.module, self.attribute, tensor)
         self.kept = None
+
+
+def _alike(slots: Sequence[_Slot]) -> list[list[_Slot]]:
+    """Return those together that torch can work on at once: not whole tensors with shards."""
+    groups: dict[Any, list[_Slot]] = {}
+    for slot in slots:
+        groups.setdefault(getattr(slot.average, "device_mesh", None), []).append(slot)
+    return list(groups.values())
 
 
 def _put_back(slots: Sequence[_Slot]) -> None:
