@@ -27,9 +27,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RankError", "RankTimeout", "run_on_ranks"]
+__all__ = ["RANK_OF_THE_POOL", "RankError", "RankTimeout", "run_on_ranks"]
 
 _TIMEOUT_SEC = 60.0
+RANK_OF_THE_POOL = "a rank of the test pool"
 _SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -89,7 +90,7 @@ class _Pool:
         path = sys.modules[body.__module__].__file__
         while len(self.workers) < world_size:
             here, there = _SPAWN.Pipe()
-            process = _SPAWN.Process(target=_serve, args=(there, [p for p in sys.path if p]))
+            process = _SPAWN.Process(name=RANK_OF_THE_POOL, target=_serve, args=(there, [p for p in sys.path if p]))
             process.start()
             there.close()
             self.workers.append((process, here))

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from ranks import RANK_OF_THE_POOL
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from traces import DATA_OF_THREE, make_engine, names_of, seen_by, trace_of
@@ -290,8 +291,8 @@ def test_a_ctrl_c_while_worker_processes_are_ended_leaves_a_usable_engine():
     assert engine.run(DATA_OF_THREE).iteration == 3
 
 
-def children():
-    return multiprocessing.active_children()
+def children():  # but those of the pool, which other tests have started
+    return [one for one in multiprocessing.active_children() if one.name != RANK_OF_THE_POOL]
 
 
 @pytest.mark.parametrize("kind", [Failure, KeyboardInterrupt])

@@ -107,9 +107,9 @@ class _Numbers(IterableDataset[Any]):
 
 
 def _iterable(size: int) -> tuple[float, int]:
-    engine = Engine(lambda engine, batch: batch, nn.Identity(), mode="eval", metrics={"mean": Average()})
+    engine = Engine(lambda engine, batch: batch[:, None], nn.Identity(), mode="eval", metrics={"mean": Average()})
     result = engine.run(DataLoader(_Numbers(size), batch_size=2))
-    return result.metrics["mean"], result.iteration
+    return float(result.metrics["mean"]), result.iteration
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -151,7 +151,7 @@ class DealtLoader:
         self.copy = copy.copy(loader)
         if isinstance(loader.dataset, IterableDataset):
             self._replaced["_deal"] = deal
-            self.copy.__class__ = type(f"Dealt{type(loader).__name__}", (_TakesTurns, type(loader)), {})
+            self.copy.__class__ = _taking_turns(type(loader))
         else:
             _refuse_own_iterator(loader)
             name = "sampler" if loader.batch_sampler is None else "batch_sampler"
@@ -168,17 +168,20 @@ class DealtLoader:
         return self.copy
 
 
-class _TakesTurns:
-    """What the class of a copy of a loader of a stream has before the loader's own class."""
+def _taking_turns(kind: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
+    """Return a class of the same layout as ``kind``, which an instance of it may be changed to."""
 
-    __slots__ = ()  # the copy's class may be changed to one of the same layout only
-    _deal: Deal
+    class Dealt(kind):  # type: ignore[valid-type, misc]
+        _deal: Deal
 
-    def __iter__(self) -> Iterator[Any]:
-        return Turns(super().__iter__(), self._deal)  # type: ignore[misc]
+        def __iter__(self) -> Any:
+            return Turns(super().__iter__(), self._deal)
 
-    def __len__(self) -> int:
-        return len(self._deal.places(super().__len__()))  # type: ignore[misc]
+        def __len__(self) -> int:
+            return len(self._deal.places(super().__len__()))
+
+    Dealt.__name__ = Dealt.__qualname__ = f"Dealt{kind.__name__}"
+    return Dealt
 
 
 def _refuse_own_iterator(loader: DataLoader[Any]) -> None:
