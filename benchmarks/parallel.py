@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from pellucid.engine import Engine, Events, already_sharded, launch
+from pellucid.engine import FSDP, Engine, Events, already_sharded, launch
 
 LIMIT = 1.05
 ROUNDS = 14
@@ -89,7 +89,7 @@ class Ours:
             step,
             net,
             optimizer=lambda params: SGD(params, lr=0.01),
-            strategy=self.strategy,
+            strategy=FSDP(shard=nn.Linear) if self.strategy == "fsdp" else self.strategy,
             gradient_accumulation_steps=self.steps,
         )
         event = Events.UPDATE_COMPLETED if self.steps > 1 else Events.ITERATION_COMPLETED
