@@ -37,7 +37,7 @@ WIDTH, BATCH = 256, 64
 RANKS = 2
 
 Batch = tuple[Tensor, Tensor]
-Trainer = Callable[[list[Batch]], list[float]]
+Trainer = Callable[[str, int, list[Batch]], list[float]]
 
 
 def main() -> None:
@@ -56,46 +56,39 @@ def main() -> None:
 def measure(rounds: int) -> dict[str, tuple[float, float, float]]:
     torch.set_num_threads(1)
     return {
-        "ddp": compare(Ours("ddp"), Plain("ddp"), rounds),
-        "ddp, windows of 4": compare(Ours("ddp", steps=4), Plain("ddp", steps=4), rounds),
-        "fsdp": compare(Ours("fsdp"), Plain("fsdp"), rounds),
+        "ddp": compare("ddp", 1, rounds),
+        "ddp, windows of 4": compare("ddp", 4, rounds),
+        "fsdp": compare("fsdp", 1, rounds),
     }
 
 
-def compare(ours: Trainer, plain: Trainer, rounds: int) -> tuple[float, float, float]:
+def compare(strategy: str, steps: int, rounds: int) -> tuple[float, float, float]:
     batches = make_batches()
     times: tuple[list[float], list[float]] = ([], [])
     for number in range(rounds):
         gc.collect()
-        pair = [(ours, times[0]), (plain, times[1])]
+        pair: list[tuple[Trainer, list[float]]] = [(train_with_engine, times[0]), (train_with_torch, times[1])]
         for trainer, found in pair if number % 2 else reversed(pair):
-            ends = trainer(batches)[WARM_UP:]
+            ends = trainer(strategy, steps, batches)[WARM_UP:]
             found.append(median(end - begin for begin, end in pairwise(ends)))
     ratios = [one / other for one, other in zip(*times, strict=True)]
     return median(times[0]), median(times[1]), median(ratios)
 
 
-class Ours:
-    """Trains by the engine."""
-
-    def __init__(self, strategy: str, steps: int = 1) -> None:
-        self.strategy = strategy
-        self.steps = steps
-
-    def __call__(self, batches: list[Batch]) -> list[float]:
-        net = make_net()
-        ends: list[float] = []
-        engine = Engine(
-            step,
-            net,
-            optimizer=lambda params: SGD(params, lr=0.01),
-            strategy=FSDP(shard=nn.Linear) if self.strategy == "fsdp" else self.strategy,
-            gradient_accumulation_steps=self.steps,
-        )
-        event = Events.UPDATE_COMPLETED if self.steps > 1 else Events.ITERATION_COMPLETED
-        engine.add_event_handler(event, lambda engine, batch: ends.append(perf_counter()))
-        engine.run(already_sharded(batches))
-        return ends
+def train_with_engine(strategy: str, steps: int, batches: list[Batch]) -> list[float]:
+    """Train by the engine; return when each update was done."""
+    ends: list[float] = []
+    engine = Engine(
+        step,
+        make_net(),
+        optimizer=lambda params: SGD(params, lr=0.01),
+        strategy=FSDP(shard=nn.Linear) if strategy == "fsdp" else strategy,
+        gradient_accumulation_steps=steps,
+    )
+    event = Events.UPDATE_COMPLETED if steps > 1 else Events.ITERATION_COMPLETED
+    engine.add_event_handler(event, lambda engine, batch: ends.append(perf_counter()))
+    engine.run(already_sharded(batches))
+    return ends
 
 
 def step(engine: Engine, batch: Any) -> None:
@@ -104,36 +97,30 @@ def step(engine: Engine, batch: Any) -> None:
     engine.update()
 
 
-class Plain:
-    """Trains by a plain loop around torch's own wrapper."""
-
-    def __init__(self, strategy: str, steps: int = 1) -> None:
-        self.strategy = strategy
-        self.steps = steps
-
-    def __call__(self, batches: list[Batch]) -> list[float]:
-        net = make_net()
-        ends: list[float] = []
-        wrapped: Any
-        if self.strategy == "fsdp":
-            for layer in net:
-                if isinstance(layer, nn.Linear):
-                    fully_shard(layer)
-            wrapped = fully_shard(net)
-        else:
-            wrapped = DistributedDataParallel(net, gradient_as_bucket_view=True)
-        optimizer = SGD(wrapped.parameters(), lr=0.01)
-        for number, (inputs, classes) in enumerate(batches, start=1):
-            is_due = number % self.steps == 0
-            if self.strategy == "ddp":
-                wrapped.require_backward_grad_sync = is_due
-            loss = cross_entropy(wrapped(inputs), classes)
-            (loss / self.steps if self.steps > 1 else loss).backward()
-            if is_due:
-                optimizer.step()
-                optimizer.zero_grad()
-                ends.append(perf_counter())
-        return ends
+def train_with_torch(strategy: str, steps: int, batches: list[Batch]) -> list[float]:
+    """Train by a plain loop around torch's own wrapper; return when each update was done."""
+    net = make_net()
+    ends: list[float] = []
+    wrapped: Any
+    if strategy == "fsdp":
+        for layer in net:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer)
+        wrapped = fully_shard(net)
+    else:
+        wrapped = DistributedDataParallel(net, gradient_as_bucket_view=True)
+    optimizer = SGD(wrapped.parameters(), lr=0.01)
+    for number, (inputs, classes) in enumerate(batches, start=1):
+        is_due = number % steps == 0
+        if strategy == "ddp":
+            wrapped.require_backward_grad_sync = is_due
+        loss = cross_entropy(wrapped(inputs), classes)
+        (loss / steps if steps > 1 else loss).backward()
+        if is_due:
+            optimizer.step()
+            optimizer.zero_grad()
+            ends.append(perf_counter())
+    return ends
 
 
 def make_net() -> nn.Sequential:

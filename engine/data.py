@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from .errors import DataError
 from .look_ahead import LookAhead, Moment
 from .rng import GeneratorStates, RandomState
-from .strategies import AlreadySharded, Shards, tell_epoch
+from .strategies import AlreadySharded, Shards, stated_length, tell_epoch
 
 __all__ = [
     "EmptyDataError",
@@ -32,7 +32,6 @@ __all__ = [
     "check_data",
     "check_factory",
     "is_factory",
-    "stated_length",
 ]
 
 _END = object()
@@ -381,14 +380,6 @@ def _refuse_consumed(iterator: Iterator[Any], in_use: tuple[Any, ...]) -> None:
             "this iterator is being consumed by the run around this one, which would miss the batches: give the inner "
             "run data of its own, or data that can be iterated again (a DataLoader, a list)"
         )
-
-
-def stated_length(data: Any) -> int | None:
-    """Return what ``len(data)`` says, None where it says nothing."""
-    try:
-        return len(data)
-    except (TypeError, NotImplementedError, AttributeError):
-        return None
 
 
 def _is_iterable(data: Any) -> bool:

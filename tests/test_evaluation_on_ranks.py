@@ -207,6 +207,27 @@ def test_inner_runs_inside_the_step_leave_it_bit_identical_too():
     assert all(equal_to_the_bit(*pair) for pair in zip(watched, unwatched, strict=True))
 
 
+def _between_forward_and_backward() -> dict[str, torch.Tensor]:
+    net = make_net(batch_norm=True)
+    net[1].eval()  # frozen: its backward needs the statistics as they were in the forward
+
+    def step(engine: Engine, batch: Any) -> None:
+        loss = cross_entropy(engine.model(batch[0]), batch[1])
+        evaluator.run(DataLoader(make_data(5), batch_size=2))
+        engine.backward(loss)
+        engine.update()
+
+    trainer = Engine(step, net, optimizer=make_optimizer(net))
+    evaluator = Engine(eval_step, net, mode="eval", metrics={"accuracy": Accuracy()})
+    trainer.run(DataLoader(make_data(12), batch_size=3))
+    return {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def test_an_inner_run_may_stand_between_a_forward_and_its_backward():
+    first, second = run_on_ranks(_between_forward_and_backward, 2)
+    assert equal_to_the_bit(first, second)
+
+
 def _validate() -> Any:
     net = make_net()
     trainer = Engine(

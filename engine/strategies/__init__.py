@@ -7,6 +7,7 @@ from .alone import alone
 from .base import Strategy
 from .data_parallel import DataParallel
 from .ddp import DDP
+from .dealing import stated_length
 from .fsdp import FSDP
 from .launch import launch
 from .peers import Peers
@@ -30,5 +31,6 @@ __all__ = [
     "launch",
     "resolve",
     "seed_everything",
+    "stated_length",
     "tell_epoch",
 ]

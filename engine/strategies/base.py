@@ -1,5 +1,7 @@
 """What an engine asks of a device strategy."""
 
+# ruff: noqa: B027 (methods that are empty where one process has nothing to do)
+
 from __future__ import annotations
 
 import copy
@@ -19,7 +21,7 @@ from .alone import alone
 from .peers import Peers
 from .precision import Stepper
 
-__all__ = ["CopyWithoutGraph", "Model", "Strategy", "Uneven", "modules_of"]
+__all__ = ["Model", "Strategy", "Uneven", "copying", "deep_copy", "modules_of"]
 
 _NOTHING = object()
 Uneven = Literal["trim", "pad"]
@@ -98,30 +100,30 @@ class Strategy(ABC):
         with alone():
             yield
 
-    def adopt_optimizer(self, optimizer: Optimizer) -> None:  # noqa: B027  # one process has nothing to do
+    def adopt_optimizer(self, optimizer: Optimizer) -> None:
         """Let an optimizer that was made before its model was prepared hold the parameters that the model has now.
 
         Raises:
             StrategyError: that cannot be done.
         """
 
-    def sync_gradients(self, model: Model | None, on: bool) -> None:  # noqa: B027  # one process has nothing to do
+    def sync_gradients(self, model: Model | None, on: bool) -> None:
         """Say whether the backward passes of the forwards to come bring gradients together over the ranks.
 
         To be called before the forward, in a run; at its start this is on. Does nothing where there is one process.
         """
 
-    def before_backward(self, model: Model | None, inputs: Sequence[Tensor] | None) -> None:  # noqa: B027  # one process has nothing to do
+    def before_backward(self, model: Model | None, inputs: Sequence[Tensor] | None) -> None:
         """Prepare a backward pass, into all parameters or into ``inputs`` only, where ``peers`` is not None.
 
         Raises:
             StrategyError: gradients for these alone cannot be brought together.
         """
 
-    def after_backward(self, model: Model | None) -> None:  # noqa: B027  # one process has nothing to do
+    def after_backward(self, model: Model | None) -> None:
         """Take note of a backward pass, where ``peers`` is not None."""
 
-    def reduce_gradients(self, model: Model | None, parameters: Sequence[Tensor]) -> None:  # noqa: B027  # one process has nothing to do
+    def reduce_gradients(self, model: Model | None, parameters: Sequence[Tensor]) -> None:
         """Average gradients over the ranks where no backward pass has brought them together yet. A collective.
 
         Raises:
@@ -191,14 +193,27 @@ class Strategy(ABC):
         A mapping is copied as one graph, so a module that two of its modules share is shared in the copy too. Tensors
         that modules have kept from a forward pass are copied without their graph. A collective in sharding strategies.
         """
-        memo: dict[int, Any] = {}
-        # neither no_grad nor inference mode of the caller may get into the copy: it may be for training
-        with torch.inference_mode(False), torch.enable_grad(), CopyWithoutGraph():
-            copied: ModelT = map_nested(model, lambda module: copy.deepcopy(module, memo), leaf=nn.Module)
-        return copied
+        with copying():
+            return deep_copy(model, {})
 
 
-class CopyWithoutGraph(TorchFunctionMode):
+@contextmanager
+def copying() -> Iterator[None]:
+    """Return the region in which a model is copied.
+
+    Neither no_grad nor inference mode of the caller gets into the copy, which may be for training, nor does a graph.
+    """
+    with torch.inference_mode(False), torch.enable_grad(), _CopyWithoutGraph():
+        yield
+
+
+def deep_copy(model: ModelT, memo: dict[int, Any]) -> ModelT:
+    """Return a deep copy of a module, or of the modules of a mapping as one graph; ``memo`` as in ``copy.deepcopy``."""
+    copied: ModelT = map_nested(model, lambda module: copy.deepcopy(module, memo), leaf=nn.Module)
+    return copied
+
+
+class _CopyWithoutGraph(TorchFunctionMode):
     """Lets ``copy.deepcopy`` copy tensors that belong to a graph, wherever a module has kept them."""
 
     def __torch_function__(

@@ -19,7 +19,7 @@ from torch.nn.parallel.scatter_gather import scatter_kwargs
 
 from ..errors import StrategyError
 from .base import Model, modules_of
-from .devices import accelerator_type, find_device
+from .devices import accelerator_type, device_count, find_device
 from .placed import Placed
 
 __all__ = ["DataParallel"]
@@ -135,5 +135,6 @@ def _named(device: int | torch.device) -> str | torch.device:
 
 def _all_devices() -> list[torch.device]:
     accelerator = accelerator_type()
-    count = torch.accelerator.device_count() if accelerator else 0
-    return [torch.device(f"{accelerator}:{index}") for index in range(count)] or [torch.device("cpu")]
+    return [torch.device(f"{accelerator}:{index}") for index in range(device_count(accelerator))] or [
+        torch.device("cpu")
+    ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ..errors import StrategyError
 from .base import Model, Uneven, modules_of
+from .broadcasting import broadcast
 from .distributed import Distributed
 from .replica import CommHook, Hooks, Replica
 
@@ -114,7 +115,7 @@ class DDP(Distributed):
         _refuse_shared(model)
         for module in modules_of(model):
             if module not in self._hooks:
-                _broadcast([*module.parameters(), *module.buffers()])
+                broadcast([*module.parameters(), *module.buffers()])
                 self._hooks[module] = hooks = Hooks()
                 hooks.put_on(module)
                 weakref.finalize(self, hooks.take_off).atexit = False
@@ -125,40 +126,46 @@ class DDP(Distributed):
 
         An evaluation takes rank 0's buffers. A collective.
         """
-        with super().running(model, train):
+        with super().running(model, train), self._pausing(model, not train):
             if self.peers is None:
                 yield
-                return
-            hooks = [self._hooks[module] for module in modules_of(model)]
-            paused = [one.paused for one in hooks]
-            try:
-                for module, one in zip(modules_of(model), hooks, strict=True):
-                    if train:  # torch's wrapper sends the buffers before each forward
-                        _broadcast(list(module.parameters()))
-                        one.put_on(module)
-                        one.replica = Replica(module, self._options, self._broadcast_buffers, self._comm_hook)
-                    elif self._broadcast_buffers:
-                        _broadcast(list(module.buffers()))
-                    one.paused = not train
+            elif train:
+                with self._replicated(model):
+                    yield
+            else:
+                if self._broadcast_buffers:
+                    broadcast(one for module in modules_of(model) for one in module.buffers())
                 yield
-                for replica in self._replicas(model) if train else ():
-                    replica.check_finished()
-            finally:
-                for one, was_paused in zip(hooks, paused, strict=True):
-                    one.replica = None if train else one.replica
-                    one.paused = was_paused
 
     @contextmanager
-    def paused(self, model: Model | None) -> Iterator[None]:
+    def _replicated(self, model: Model | None) -> Iterator[None]:
+        hooks = [self._hooks[module] for module in modules_of(model)]
+        try:
+            for module, one in zip(modules_of(model), hooks, strict=True):
+                broadcast(module.parameters())  # buffers are sent before each forward, by torch's wrapper
+                one.put_on(module)
+                one.replica = Replica(module, self._options, self._broadcast_buffers, self._comm_hook)
+            yield
+            for replica in self._replicas(model):
+                replica.check_finished()
+        finally:
+            for one in hooks:
+                one.replica = None
+
+    def paused(self, model: Model | None) -> AbstractContextManager[None]:
         """Return the region in which this rank works with the model on its own: no forward is a collective."""
+        return self._pausing(model, True)
+
+    @contextmanager
+    def _pausing(self, model: Model | None, paused: bool) -> Iterator[None]:
         hooks = [self._hooks[module] for module in modules_of(model) if module in self._hooks]
-        paused = [one.paused for one in hooks]
+        before = [one.paused for one in hooks]
         try:
             for one in hooks:
-                one.paused = True
+                one.paused = paused
             yield
         finally:
-            for one, was_paused in zip(hooks, paused, strict=True):
+            for one, was_paused in zip(hooks, before, strict=True):
                 one.paused = was_paused
 
     def _replicas(self, model: Model | None) -> Iterator[Replica]:
@@ -200,12 +207,6 @@ class DDP(Distributed):
                     parameter.grad = torch.zeros_like(parameter)
                 parameter.grad.div_(self.world_size)
                 dist.all_reduce(parameter.grad)
-
-
-def _broadcast(tensors: Sequence[Tensor]) -> None:
-    """Give rank 0's values to all, in place. A collective."""
-    for tensor in {id(one): one for one in tensors}.values():
-        dist.broadcast(tensor.detach(), src=0)
 
 
 def _refuse_shared(model: Model) -> None:

@@ -13,6 +13,7 @@ __all__ = [
     "accelerator_type",
     "current_index",
     "default_device",
+    "device_count",
     "find_device",
     "first_without_values",
     "parameter_devices",
@@ -31,7 +32,7 @@ def accelerator_type() -> str | None:
 def default_device() -> torch.device:
     """Return the accelerator of this machine, at its current index, or the CPU if there is none."""
     accelerator = accelerator_type()
-    return _with_index(torch.device(accelerator)) if accelerator and _count(accelerator) else torch.device("cpu")
+    return _with_index(torch.device(accelerator)) if accelerator and device_count(accelerator) else torch.device("cpu")
 
 
 def find_device(device: str | int | torch.device) -> torch.device:
@@ -44,7 +45,7 @@ def find_device(device: str | int | torch.device) -> torch.device:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise StrategyError(f"device={device!r} is no device; here are {_existing()}") from error
-    count = _count(found.type)
+    count = device_count(found.type)
     if not count or (found.index or 0) >= count:
         raise StrategyError(f"device={device!r} does not exist here; here are {_existing()}")
     return torch.device("cpu") if found.type == "cpu" else _with_index(found)
@@ -89,8 +90,9 @@ def _with_index(device: torch.device) -> torch.device:
     return device if has_index else torch.device(device.type, current_index(device.type) or 0)
 
 
-def _count(device_type: str) -> int:
-    module = getattr(torch, device_type, None)
+def device_count(device_type: str | None) -> int:
+    """Return how many devices of this type are here; of no type, none."""
+    module = None if device_type is None else getattr(torch, device_type, None)
     return int(module.device_count()) if module is not None and module.is_available() else 0
 
 
@@ -98,5 +100,5 @@ def _existing() -> str:
     accelerator = accelerator_type()
     names = ["cpu"]
     if accelerator is not None:
-        names += [f"{accelerator}:{index}" for index in range(_count(accelerator))]
+        names += [f"{accelerator}:{index}" for index in range(device_count(accelerator))]
     return ", ".join(map(repr, names))

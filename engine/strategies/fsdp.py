@@ -21,13 +21,14 @@ from torch.optim import Optimizer
 
 from ..errors import StrategyError
 from .base import Model, ModelT, Uneven, modules_of
+from .broadcasting import broadcast, memory_of
 from .distributed import Distributed
 from .fsdp_adopting import Replaced, adopt
 from .fsdp_groups import Choice, Groups, called_modules, find_groups, matching
 from .fsdp_options import check_plan, shard_options
 from .fsdp_plain import Origins, copied, refuse_deepcopy
 from .fsdp_steppers import ShardedLossScaler, ShardedStepper
-from .fsdp_tensors import broadcast, clip_gradients, memory_of, part_like, whole
+from .fsdp_tensors import clip_gradients, part_like, whole
 from .mesh import Mesh, data_place, make_mesh, sharding_part
 from .precision import Stepper
 
@@ -300,16 +301,7 @@ class FSDP(Distributed):
     def clip_gradients(
         self, parameters: Sequence[Tensor], max_norm: float | None = None, norm_type: float = 2.0
     ) -> Tensor:
-        """Scale gradients down so that their norm over all ranks is at most ``max_norm``. A collective.
-
-        Args:
-            parameters: whose gradients are taken together.
-            max_norm: None: scale nothing.
-            norm_type: as in ``torch.nn.utils.clip_grad_norm_``.
-
-        Returns:
-            the norm as it was: shape (), a plain tensor, the same on all ranks.
-        """
+        """Scale gradients down; see :meth:`Strategy.clip_gradients`. A collective."""
         return clip_gradients(parameters, max_norm, norm_type)
 
     # ------------------------------------------------------------------ whole weights

@@ -12,12 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
-import torch
 from torch import nn
 
 from ..errors import StrategyError
-from ..nested import map_nested
-from .base import CopyWithoutGraph, ModelT, modules_of
+from .base import ModelT, copying, deep_copy, modules_of
 from .fsdp_tensors import whole
 
 __all__ = ["Origins", "copied", "refuse_deepcopy"]
@@ -28,12 +26,10 @@ _HOOKS_OF = ("torch.distributed.fsdp.", "torch.distributed.tensor.")
 def copied(model: ModelT, origins: Origins) -> ModelT:
     """Return a plain deep copy of ``model``, whole on every rank; see ``Strategy.copy_model``. A collective."""
     modules = list(dict.fromkeys(module for root in modules_of(model) for module in root.modules()))
-    # neither no_grad nor inference mode of the caller may get into the copy
-    with torch.inference_mode(False), torch.enable_grad(), CopyWithoutGraph():
+    with copying():
         memo = _whole_tensors(modules)
         with origins.plain(modules):
-            copy_: ModelT = map_nested(model, lambda module: copy.deepcopy(module, memo), leaf=nn.Module)
-    return copy_
+            return deep_copy(model, memo)
 
 
 def _whole_tensors(modules: Iterable[nn.Module]) -> dict[int, Any]:

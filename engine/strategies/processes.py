@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import StrategyError
-from .devices import accelerator_type, find_device
+from .devices import accelerator_type, device_count, find_device
 
 __all__ = ["Processes", "are_several", "check_backend", "join", "local_device"]
 
@@ -140,7 +140,7 @@ def _place(rank: int, world_size: int) -> Processes:
     """Add what the environment says about this machine; where it is silent, at most one rank for each device."""
     local_rank, local_world_size = _number("LOCAL_RANK"), _number("LOCAL_WORLD_SIZE")
     if local_world_size is None:
-        local_world_size = max(min(world_size, _count(accelerator_type()) or world_size), (local_rank or 0) + 1)
+        local_world_size = max(min(world_size, device_count(accelerator_type()) or world_size), (local_rank or 0) + 1)
     if local_rank is None:
         local_rank = rank % max(1, local_world_size)
     if not 0 <= local_rank < local_world_size <= world_size:
@@ -178,7 +178,7 @@ def _check_can_meet(place: Processes) -> None:
 
 def _local_device(place: Processes, backend: str | None) -> torch.device:
     accelerator = accelerator_type()
-    count = _count(accelerator)
+    count = device_count(accelerator)
     if not count or (backend is not None and accelerator not in _devices_of(backend)):
         return torch.device("cpu")
     if place.local_world_size > count:
@@ -204,13 +204,6 @@ def _devices_of(backend: str) -> set[str]:
         device, _, name = part.strip().rpartition(":")
         devices |= {device} if device else set(dist.Backend.backend_capability.get(name, ()))
     return devices
-
-
-def _count(accelerator: str | None) -> int:
-    if accelerator is None:
-        return 0
-    module = torch.get_device_module(accelerator)
-    return int(module.device_count()) if module.is_available() else 0
 
 
 def _leave(made: weakref.ref[Any]) -> None:

@@ -35,12 +35,10 @@ class Share:
     Attributes:
         source: what it iterates.
         length: how many batches it takes of that; None: until it ends.
-        is_even: every rank surely has exactly ``length`` batches in this pass.
     """
 
     source: Any
     length: int | None
-    is_even: bool
 
 
 class AlreadySharded:
@@ -151,9 +149,9 @@ class Shards:
     def _part(self, data: Any, lowest: int | None, highest: int | None, train: bool) -> Share:
         length = _trusted_length(data)
         if not train or lowest is None or lowest == highest:
-            return Share(data, None if train and lowest is None else length, lowest is not None and lowest == highest)
+            return Share(data, None if train and lowest is None else length)
         self._notices.tell_parts(self._peers.gather(length, "the lengths of the ranks' data"))
-        return Share(data, lowest, True)
+        return Share(data, lowest)
 
     def _dealt(self, kind: _Kind, data: Any, total: int | None, train: bool) -> Share:
         deal = Deal(self._rank, self._world_size, self._uneven if train else None)
@@ -166,8 +164,8 @@ class Shards:
         else:
             source = Turns(data, deal) if isinstance(data, Iterator) else DealtStream(data, deal)
         if total is None:
-            return Share(source, None, False)
-        return Share(source, len(deal.places(total)), train or total % self._world_size == 0)
+            return Share(source, None)
+        return Share(source, len(deal.places(total)))
 
     def _loader(self, loader: DataLoader[Any], deal: Deal, train: bool) -> DataLoader[Any]:
         dealt = self._loaders.setdefault(loader, {})
