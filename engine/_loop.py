@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, NamedTuple
 
 from ignite.engine import State
 from ignite.engine.engine import _EngineTerminateException, _EngineTerminateSingleEpochException
 
-from ._firing import FiringEngine
-from .agreement import Agreement, Heard
+from ._stopping import Source, StoppingEngine
 from .data import EmptyDataError
 from .errors import RunError
 from .events import Events
@@ -47,59 +46,16 @@ class LoopState(State):
     """the batch in work, counted in its epoch from 1"""
 
 
-class Source(Protocol):
-    """Where the loop of an ``Engine`` takes its batches from."""
-
-    def open(self) -> Iterator[Any]:
-        """Begin a pass over the data."""
-
-    def rejoin(self) -> None:
-        """Take up the random state that the run was stopped in."""
-
-    def end_pass(self) -> None:
-        """Give no more batches of this pass: the data of another rank has ended."""
-
-    def close(self) -> None:
-        """Let go of the present pass."""
-
-
-class _Asked:
-    """One of Ignite's three stopping flags; setting one tells the loop, so that it has a single flag to look at."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, loop: Any, owner: type) -> bool | str:
-        return loop.flags.get(self.name, False)  # type: ignore[no-any-return]
-
-    def __set__(self, loop: Any, value: bool | str) -> None:
-        if loop.agreement is not None:
-            loop.agreement.want(self.name, value)
-            if value:
-                return  # it takes effect when all ranks have heard of it
-        loop.flags[self.name] = value
-        loop.asked = any(loop.flags.values())
-
-
-class IgniteLoop(FiringEngine):
+class IgniteLoop(StoppingEngine):
     """Ignite's engine with our table of handlers and one loop.
 
     An ``Engine`` sets ``owner`` (weakly: it owns the loop), ``source`` and ``keep`` and drives ``_internal_run``;
     alone, the loop is driven by Ignite's own ``run``.
     """
 
-    should_terminate = _Asked()
-    should_terminate_single_epoch = _Asked()
-    should_interrupt = _Asked()  # type: ignore[assignment]
-
     def __init__(self, process_function: Callable[[Any, Any], Any]) -> None:
         """Make a loop around ``process_function(engine, batch)``."""
-        self.flags: dict[str, bool | str] = {}
-        self.asked = False
-        self.agreement: Agreement | None = None  # with other ranks
-        self.await_peers: Callable[[], Heard] | None = None  # where they may have more batches
         self.may_be_empty = False  # the data of this rank, where others have some
-        self.source: Source | None = None
         self.keep: Callable[[Any], Any] | None = None
         self.after_start: Callable[[], None] | None = None
         self.before_step: Callable[[int], None] | None = None  # with the number of batches done in the epoch
@@ -109,7 +65,6 @@ class IgniteLoop(FiringEngine):
         self.epoch_open = False
         self.done_iteration = 0  # iterations whose step has returned, or has made an update before it failed
         self.batch_in_work: Any = NO_BATCH  # drawn from the data, and its step has not returned
-        self.in_epoch = False
         self._started = 0.0
         super().__init__(process_function)
         self.state: LoopState = LoopState()
@@ -311,44 +266,6 @@ class IgniteLoop(FiringEngine):
                 stacklevel=2,
             )
 
-    def _obey(self, epoch: bool = True) -> Generator[Any, None, None]:
-        """Do what a handler or the step has asked for with one of the stopping verbs."""
-        if self.should_terminate:
-            raise _EngineTerminateException()
-        if self.should_terminate_single_epoch:
-            if not epoch:
-                raise RuntimeError("terminate_epoch() was asked for in STARTED or EPOCH_STARTED: no batch has come yet")
-            raise _EngineTerminateSingleEpochException()
-        if self.should_interrupt:
-            self.ending, self.in_epoch = "interrupted", False
-            self._fire_event(Events.INTERRUPT)
-            self.should_interrupt = False
-            try:
-                yield self.state
-            except GeneratorExit:
-                self._dataloader_iter = None
-                raise
-            self.ending = None
-
-    def _agree(self, at_end: bool = False) -> None:
-        """Hear at once what the ranks ask for; at the end of an epoch's batches, when all are there."""
-        if self.agreement is None:
-            return
-        if at_end and self.await_peers is not None:
-            self._take(self.await_peers())
-        else:
-            self._take(self.agreement.now())
-
-    def _take(self, heard: Heard | None) -> None:
-        """Let what the ranks have agreed on take effect here."""
-        if heard is None:
-            return
-        for name, value in heard.asked.items():
-            self.flags[name] = value
-        self.asked = any(self.flags.values())
-        if heard.ends and self.source is not None:
-            self.source.end_pass()
-
     def _finished(self) -> bool:
         state = self.state
         if self._is_at_max_iters():
@@ -415,8 +332,6 @@ class IgniteLoop(FiringEngine):
         self.state.dataloader = self.state.batch = self.state.output = None
         self.error = self.source = None
         self.after_start = self.before_step = self.after_step = self.after_epoch = None
-        if self.agreement is not None:
-            self.agreement.forget()
-        self.agreement = self.await_peers = None
+        self.part_from_peers()
         self.may_be_empty = False
         self.batch_in_work = NO_BATCH

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ._loop import IgniteLoop, Standing
-from .data import Position
 from .errors import CheckpointError, suggestion
 from .limits import Limits
+from .position import Position
 from .records import MetricsView
 from .state import RunStatus
 from .updates import Updates

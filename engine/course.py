@@ -13,10 +13,11 @@ from typing import Any
 
 from ._loop import NO_BATCH, IgniteLoop, Standing
 from .agreement import Agreement, Heard
-from .data import EmptyDataError, HeldIterator, Position, RunData, check_data, check_factory, is_factory
+from .data import EmptyDataError, HeldIterator, RunData, check_data, check_factory, is_factory
 from .errors import LimitError
 from .limits import Limits
 from .nesting import Running, active, as_found_again
+from .position import Position
 from .rng import go_own_way
 from .state import RunStatus
 from .strategies import Peers, Shards, Strategy, stated_length

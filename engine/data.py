@@ -4,8 +4,8 @@ A pass begins where the data is opened: at each epoch's start, or once for many 
 lets one pass go on over the borders. The random state at that moment, the number of batches done since and the random
 state now are a :class:`Position`; with them the rest of the pass comes out as if it had never been left: the pass is
 opened again in its first state, the batches done are drawn and dropped, and the present random state is put back.
-(With workers this also gives every worker the random state it had.) What had been drawn and was not done, a batch or
-the end of the data, is drawn again before the present random state is put back.
+(With workers that are new in each pass this also gives every worker the random state it had.) What had been drawn and
+was not done, a batch or the end of the data, is drawn again before the present random state is put back.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from .errors import DataError
-from .look_ahead import LookAhead, Moment
-from .rng import GeneratorStates, RandomState
+from .look_ahead import LookAhead
+from .position import Position
+from .rng import GeneratorStates, Moment, RandomState
 from .strategies import AlreadySharded, Shards, stated_length, tell_epoch
 
 __all__ = [
     "EmptyDataError",
     "HeldIterator",
-    "Position",
     "RunData",
     "check_data",
     "check_factory",
@@ -39,65 +39,6 @@ _END = object()
 
 class EmptyDataError(DataError):
     """A pass over the data that gave no batch at all."""
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where a training run stands in its data, as a checkpoint holds it.
-
-    Attributes:
-        batches: how many batches of the pass are done; 0 also when no pass has been opened.
-        drawn: whether one thing more was drawn: a batch that is not done or could not be made, or the end of the data.
-        opened: the random state when the pass was opened, None when none was.
-        generators: the states of the data's own generators at that moment.
-        random: the random state now.
-        generators_now: the states of the data's own generators now; None where drawing a batch has failed half-way.
-        workers: whether persistent workers are there already when the pass is opened: a loader with new ones draws a
-            seed for them.
-        ahead: for each batch that is drawn and not done, in a run that looks ahead, the random state before it.
-    """
-
-    batches: int
-    drawn: bool
-    opened: RandomState | None
-    generators: GeneratorStates | None
-    random: RandomState
-    generators_now: GeneratorStates | None
-    workers: bool
-    ahead: tuple[Moment, ...] = ()
-
-    @classmethod
-    def between_passes(cls) -> Position:
-        """Return the position of a run that is inside no pass."""
-        return cls(0, False, None, None, RandomState(), GeneratorStates(None), workers=False)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position as tensors and plain numbers."""
-        return {
-            "batches": self.batches,
-            "drawn": self.drawn,
-            "opened": None if self.opened is None else self.opened.state_dict(),
-            "generators": None if self.generators is None else self.generators.state_dict(),
-            "random": self.random.state_dict(),
-            "generators_now": None if self.generators_now is None else self.generators_now.state_dict(),
-            "workers": self.workers,
-            "ahead": [moment.state_dict() for moment in self.ahead],
-        }
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> Position:
-        """Return what ``state_dict`` was made of."""
-        opened, generators, generators_now = state["opened"], state["generators"], state["generators_now"]
-        return cls(
-            batches=state["batches"],
-            drawn=state["drawn"],
-            opened=None if opened is None else RandomState.from_state_dict(opened),
-            generators=None if generators is None else GeneratorStates.from_state_dict(generators),
-            random=RandomState.from_state_dict(state["random"]),
-            generators_now=None if generators_now is None else GeneratorStates.from_state_dict(generators_now),
-            workers=state["workers"],
-            ahead=tuple(Moment.from_state_dict(moment) for moment in state["ahead"]),
-        )
 
 
 class RunData:
@@ -250,10 +191,9 @@ class RunData:
         """
         if not self._ghost:
             source = self.data(self.state) if is_factory(self.data) else self.data
-            random, generators = RandomState(), GeneratorStates(source)
+            before = Moment(source)
             self._ghost = [] if isinstance(source, Iterator) else list(itertools.islice(source, 1))
-            random.restore()
-            generators.put_back()
+            before.put_back()
         if not self._ghost:
             raise DataError(
                 "a rank without batches must take part in the others' forward passes, and has no batch for it: give "

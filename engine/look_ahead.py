@@ -6,40 +6,14 @@ same state again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .rng import GeneratorStates, RandomState
+from .rng import Moment
 
-__all__ = ["LookAhead", "Moment"]
+__all__ = ["LookAhead"]
 
 _END = object()
-
-
-class Moment:
-    """The random state at one moment, with that of the data's own generators."""
-
-    def __init__(self, source: Any) -> None:
-        """Capture it as it is now."""
-        self.random = RandomState()
-        self.generators = GeneratorStates(source)
-
-    def restore(self, source: Any) -> None:
-        """Put it back."""
-        self.random.restore()
-        self.generators.restore(source)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return it as tensors and plain numbers."""
-        return {"random": self.random.state_dict(), "generators": self.generators.state_dict()}
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> Moment:
-        """Return what ``state_dict`` was made of."""
-        self = cls.__new__(cls)
-        self.random = RandomState.from_state_dict(state["random"])
-        self.generators = GeneratorStates.from_state_dict(state["generators"])
-        return self
 
 
 class LookAhead:

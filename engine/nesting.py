@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .errors import RunError
-from .rng import GeneratorStates, RandomState
+from .rng import Moment
 from .state import StateView
 from .strategies.ambient import fresh_modes
 
@@ -29,20 +29,8 @@ __all__ = ["Running", "active", "as_found_again", "refuse_reentry", "run_scope"]
 _active: ContextVar[tuple[Any, ...]] = ContextVar("pellucid_active", default=())
 
 
-class _Randomness:
-    """All that is random at one moment: the global state, and that of the data's own generators."""
-
-    def __init__(self, data: Any) -> None:
-        self.data = data
-        self.random = RandomState()
-        self.generators = GeneratorStates(data)
-
-    def put_back(self) -> None:
-        self.random.restore()
-        self.generators.put_back()
-
-
-_left: ContextVar[tuple[_Randomness, ...]] = ContextVar("pellucid_left", default=())  # by the runs around another
+# what the runs around another have left, and the data that they and it iterate
+_left: ContextVar[tuple[tuple[Moment, tuple[Any, ...]], ...]] = ContextVar("pellucid_left", default=())
 
 
 class Running(Protocol):
@@ -134,10 +122,10 @@ def run_scope(engine: Running, *data: Any) -> Iterator[None]:
         stack.callback(_active.set, outer)
         _active.set((*outer, engine))
         if outer:
-            randomness, left = _Randomness(data), _left.get()
+            moment, left = Moment(data), _left.get()
             stack.callback(_left.set, left)
-            _left.set((*left, randomness))
-            stack.callback(randomness.put_back)
+            _left.set((*left, (moment, data)))
+            stack.callback(moment.put_back)
         stack.callback(_restore_flags, _flags((*around, *own)))
         if outer:
             stack.callback(_restore_gradients, _take_gradients((*around, *own)))
@@ -155,8 +143,9 @@ def as_found_again(engine: Running) -> Iterator[None]:
     if not left:
         yield
         return
-    now = _Randomness(left[0].data)
-    left[0].put_back()
+    found, data = left[0]
+    now = Moment(data)
+    found.put_back()
     try:
         yield
     finally:

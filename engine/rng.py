@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-__all__ = ["GeneratorStates", "RandomState", "find_generators", "go_own_way"]
+__all__ = ["GeneratorStates", "Moment", "RandomState", "find_generators", "go_own_way"]
 
 # what keeps no generator; an iterator of a loader belongs to one run, and is not there in another
 _LEAVES = (str, bytes, int, float, complex, type, type(None), ModuleType, torch.Tensor, _BaseDataLoaderIter)
@@ -124,6 +124,37 @@ class GeneratorStates:
         """Return what ``state_dict`` was made of."""
         self = cls(None)
         self.states = [_from_plain(state) for state in states]
+        return self
+
+
+class Moment:
+    """The random state at one moment, with that of the data's own generators."""
+
+    def __init__(self, source: Any) -> None:
+        """Capture it as it is now."""
+        self.random = RandomState()
+        self.generators = GeneratorStates(source)
+
+    def put_back(self) -> None:
+        """Put it back, into the very generators that it was taken from."""
+        self.random.restore()
+        self.generators.put_back()
+
+    def restore(self, source: Any) -> None:
+        """Put it back, into a source that was built the same way."""
+        self.random.restore()
+        self.generators.restore(source)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it as tensors and plain numbers."""
+        return {"random": self.random.state_dict(), "generators": self.generators.state_dict()}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Moment:
+        """Return what ``state_dict`` was made of."""
+        self = cls.__new__(cls)
+        self.random = RandomState.from_state_dict(state["random"])
+        self.generators = GeneratorStates.from_state_dict(state["generators"])
         return self
 
 

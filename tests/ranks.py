@@ -117,9 +117,8 @@ class _Pool:
             if any(answer[0] != "ok" for answer in answers.values()):
                 deadline = min(deadline, time.monotonic() + 20.0)  # the others must notice, or be ended
         failed = {rank: answer for rank, answer in answers.items() if answer[0] != "ok"}
-        if any(answer[0] == "died" for answer in failed.values()):
-            self.end()
         if failed:
+            self.end()
             rank = min(failed, key=lambda rank: failed[rank][3])  # the first in time
             others = {other: f"{failed[other][1]}\n{failed[other][2]}" for other in failed if other != rank}
             raise RankError(rank, failed[rank][1], failed[rank][2], others)
@@ -155,8 +154,10 @@ def _serve(pipe: Any, path: list[str]) -> None:
         except (EOFError, OSError):
             return
         answer = _work(*job)
-        gc.collect()  # an error's frames keep the group, whose end the other ranks wait for
+        gc.collect()
         pipe.send(answer)
+        if answer[0] != "ok":
+            os._exit(1)  # as a rank of a job would: its connections are gone, for which the other ranks may wait
 
 
 def _work(
