@@ -30,6 +30,7 @@ from typing import Any
 __all__ = ["RANK_OF_THE_POOL", "RankError", "RankTimeout", "run_on_ranks"]
 
 _TIMEOUT_SEC = 60.0
+_PATIENCE_SEC = 1.5  # with ranks that go on after another one has failed, before that one's process is ended
 RANK_OF_THE_POOL = "a rank of the test pool"
 _SPAWN = multiprocessing.get_context("spawn")
 
@@ -103,9 +104,19 @@ class _Pool:
         answers: dict[int, tuple[Any, ...]] = {}
         pipes = {pipe: rank for rank, (_, pipe) in enumerate(self.workers[:world_size])}
         deadline = time.monotonic() + timeout_sec
+        ended = False
         while len(answers) < world_size:
             waiting = [pipe for pipe, rank in pipes.items() if rank not in answers]
-            ready = multiprocessing.connection.wait(waiting, max(0.0, deadline - time.monotonic()))
+            failed_first = [rank for rank, answer in answers.items() if answer[0] != "ok"]
+            patience = deadline - time.monotonic()
+            if failed_first and not ended:
+                patience = min(patience, _PATIENCE_SEC)
+            ready = multiprocessing.connection.wait(waiting, max(0.0, patience))
+            if not ready and failed_first and not ended:
+                ended = True  # as ranks of a job: their connections go, for which the others may wait
+                for rank in failed_first:
+                    self.workers[rank][0].kill()
+                continue
             if not ready:
                 self.end()
                 raise RankTimeout(f"ranks {sorted(set(pipes.values()) - set(answers))} did not end in {timeout_sec} s")
@@ -117,8 +128,9 @@ class _Pool:
             if any(answer[0] != "ok" for answer in answers.values()):
                 deadline = min(deadline, time.monotonic() + 20.0)  # the others must notice, or be ended
         failed = {rank: answer for rank, answer in answers.items() if answer[0] != "ok"}
-        if failed:
+        if ended or any(answer[0] == "died" for answer in failed.values()):
             self.end()
+        if failed:
             rank = min(failed, key=lambda rank: failed[rank][3])  # the first in time
             others = {other: f"{failed[other][1]}\n{failed[other][2]}" for other in failed if other != rank}
             raise RankError(rank, failed[rank][1], failed[rank][2], others)
@@ -156,8 +168,6 @@ def _serve(pipe: Any, path: list[str]) -> None:
         answer = _work(*job)
         gc.collect()
         pipe.send(answer)
-        if answer[0] != "ok":
-            os._exit(1)  # as a rank of a job would: its connections are gone, for which the other ranks may wait
 
 
 def _work(
