@@ -32,6 +32,7 @@ check: $(INSTALLED)
 bench: $(INSTALLED)
 	$(RUN) benchmarks/overhead.py
 	$(RUN) benchmarks/updates.py
+	$(RUN) benchmarks/parallel.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -117,8 +117,13 @@ class Course:
         loop, data, first = self._loop, self._data, self._loop.state.iteration == 0
         loop.agreement = agreement = Agreement(peers, f"a batch of engine {engine.name!r}")
 
+        is_collective = self._strategy.forward_is_collective and not self._trains
+
         def begin_batch(done: int) -> None:
-            agreement.begin(ends=data is not None and data.is_last)
+            # a rank at its end must be heard at that batch: in training where nobody knew before, in evaluation where
+            # it goes on to take part in the others' steps
+            may_end = self._trains and data is not None and data.length is None
+            agreement.begin_batch(ends=data is not None and data.is_last, often=may_end or is_collective)
 
         loop.before_step = begin_batch
         if not self._trains:

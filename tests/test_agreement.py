@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -99,6 +100,33 @@ def test_early_stopping_on_one_rank_stops_all():
     assert run_on_ranks(_early_stopping, 2) == [(3, "terminated")] * 2
 
 
+def _ask_at(iteration: int, pause_sec: float) -> Any:
+    engine = _engine()
+
+    @engine.on(Events.ITERATION_COMPLETED)
+    def ask(engine: Engine, batch: Any) -> None:
+        time.sleep(pause_sec)
+        if engine.state.iteration == iteration and engine.state.rank == 1:
+            engine.terminate()
+
+    engine.run(make_loader(6 * 30), max_epochs=2)
+    return _outcome(engine)
+
+
+@pytest.mark.parametrize(
+    ("iteration", "pause_sec", "earliest", "latest"),
+    [(10, 0.0, 11, 11), (20, 0.0, 21, 37), (20, 0.025, 21, 21), (50, 0.0, 51, 60)],
+)
+def test_a_fast_run_hears_of_a_stop_within_sixteen_iterations_and_a_slow_one_at_the_next(
+    iteration, pause_sec, earliest, latest
+):
+    first, second = run_on_ranks(_ask_at, 2, iteration, pause_sec)
+    assert first["iteration"] == second["iteration"]
+    assert earliest <= first["iteration"] <= latest
+    assert first["stop_reason"] == second["stop_reason"] == "terminated"
+    assert equal_to_the_bit(first["weights"], second["weights"])
+
+
 # ---------------------------------------------------------------------- data that ends at different lengths
 
 
@@ -150,6 +178,31 @@ def test_an_evaluation_of_one_rank_that_is_not_declared_so_is_an_error_and_no_ha
     with pytest.raises(RankError, match=r'ranks have come apart.*strategy="single"') as error:
         run_on_ranks(_runs_alone, 2, timeout_sec=40)
     assert error.value.kind == "StrategyError"
+
+
+def _meet(late: bool) -> list[str]:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("pellucid.engine")
+    logger.addHandler(handler)
+    peers = _engine().strategy.peers
+    assert peers is not None
+    try:
+        if late and dist.get_rank() == 1:
+            time.sleep(1.0)
+        peers.barrier("the start of a run", tell_after_sec=0.4)
+    finally:
+        logger.removeHandler(handler)
+    return told
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_who_waits_long_for_another_rank_is_told_what_may_be_wrong(late):
+    first, second = run_on_ranks(_meet, 2, late)
+    assert second == [] and len(first) == late
+    if late:
+        assert "rank 0 has waited 0.4 s at the start of a run" in first[0] and 'strategy="single"' in first[0]
 
 
 def _fails(where: str) -> Any:

@@ -21,6 +21,8 @@ from .processes import join, local_device
 
 __all__ = ["Distributed"]
 
+_PATIENCE_SEC = 30.0  # with ranks that have not started a run, before the user is told
+
 
 class Distributed(Placed):
     """One process, one device, one part of the data each; the arguments are those of ``DDP``.
@@ -90,7 +92,7 @@ class Distributed(Placed):
             with super().running(model, train):
                 yield
         else:
-            self.peers.barrier(f"the start of {'a training' if train else 'an evaluation'} run")
+            self.peers.barrier(f"the start of {'a training' if train else 'an evaluation'} run", _PATIENCE_SEC)
             with self._as_ignite_sees.region():
                 yield
 

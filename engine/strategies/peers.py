@@ -7,6 +7,7 @@ says what it is doing, so that ranks that have come apart hear of it instead of 
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Sequence
 from datetime import timedelta
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from ..errors import StrategyError
 
 __all__ = ["Peers"]
+
+_log = logging.getLogger("pellucid.engine")
 
 _MOST_NUMBERS = 6
 
@@ -108,9 +111,35 @@ class Peers:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def barrier(self, what: str = "a barrier") -> None:
-        """Wait until all ranks are here."""
-        self.largest(what, [])
+    def barrier(self, what: str = "a barrier", tell_after_sec: float | None = None) -> None:
+        """Wait until all ranks are here.
+
+        Args:
+            what: is done, in words; the same on all ranks.
+            tell_after_sec: warn where the others take longer than this; None: say nothing.
+
+        Raises:
+            StrategyError: another rank was doing something else.
+        """
+        begun = self._begin(what, [])
+        if tell_after_sec is not None and not _is_done_within(begun[-1], tell_after_sec):
+            _log.warning(
+                "rank %d has waited %g s at %s for the other ranks, which may never come: every rank must start the "
+                "same runs in the same order. An engine that runs on one rank alone, such as a validation on rank 0, "
+                'is declared so: Engine(..., strategy="single")',
+                self.rank,
+                tell_after_sec,
+                what,
+            )
+        self._end(*begun)
+
+
+def _is_done_within(work: Any, seconds: float) -> bool:
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:  # a time-out, after which the work goes on, or a failure, which is raised again later
+        return bool(work.is_completed())
+    return True
 
 
 def _signature(what: str) -> list[int]:
