@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,6 +58,7 @@ class EMA(Attachable):
         self._parts: dict[str, dict[str, _Slot]] = {}  # of the model, by name and by the model's own keys
         self._slots: dict[str, list[_Slot]] = {}  # each tensor once, by the optimizer that moves it
         self._updates: dict[str, int] = {}  # by optimizer
+        self._whole: Callable[[nn.Module], dict[str, Any]] = _plain_state  # the strategy's, once it is attached
 
     @property
     def averages(self) -> int:
@@ -75,7 +76,7 @@ class EMA(Attachable):
             model = engine.model if self._model is None else self._model
             if not _overlap(_roots(engine.model), _roots(model)):
                 raise HandlerError(f"{self!r} averages a model that this engine does not have")
-            self._model = model
+            self._model, self._whole = model, engine.strategy.full_state_dict
             self._find(optimizers)
             self._updates = dict.fromkeys(optimizers, 0) | self._updates
         return super().attach(engine)
@@ -162,17 +163,19 @@ class EMA(Attachable):
     def weights(self) -> dict[str, Any]:
         """Return a copy of the averages under the model's own keys, for ``load_state_dict`` of a plain model.
 
-        For a mapping of models, one such dictionary for each name.
+        For a mapping of models, one such dictionary for each name. Whole on every rank, also where the model is
+        sharded: a collective there, which every rank must call.
         """
         roots = _named_parts(self._model)
         with self.applied():
-            states = {part: _cloned(roots[part].state_dict()) for part in self._parts}
+            states = {part: _cloned(self._whole(roots[part])) for part in self._parts}
         return states if isinstance(self._model, Mapping) else states[""]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages by part of the model and key, and how many updates were followed, as tensors and numbers.
 
-        The averages of a single model are in ``["weights"]`` under its own keys.
+        The averages of a single model are in ``["weights"]`` under its own keys. Of a sharded model they are
+        this rank's shards, as in torch's own state dictionaries.
         """
         weights = {
             part: {key: slot.average.clone() for key, slot in slots.items()} for part, slots in self._parts.items()
@@ -293,6 +296,10 @@ def _tensors(root: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
             key = f"{path}.{attribute}" if path else attribute
             if key in keys:
                 yield key, module, attribute
+
+
+def _plain_state(module: nn.Module) -> dict[str, Any]:
+    return dict(module.state_dict())
 
 
 def _cloned(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from parallel import Case, equal_to_the_bit, make_loader, make_net, make_optimiz
 from ranks import RankError, run_on_ranks
 
 from pellucid.engine import Engine, Events, already_sharded
+from pellucid.engine.strategies import Peers
 from pellucid.handlers import EarlyStopping
 
 ASK_IN = {
@@ -186,12 +187,11 @@ def _meet(late: bool) -> list[str]:
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("pellucid.engine")
     logger.addHandler(handler)
-    peers = _engine().strategy.peers
-    assert peers is not None
+    peers = Peers(tell_after_sec=0.4)
     try:
         if late and dist.get_rank() == 1:
             time.sleep(1.0)
-        peers.barrier("the start of a run", tell_after_sec=0.4)
+        peers.barrier("the start of a run")
     finally:
         logger.removeHandler(handler)
     return told

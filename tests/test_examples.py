@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -41,6 +42,23 @@ def test_the_demo_reads_digits_it_has_never_seen(demo):
     row = re.search(r"^test +300 +\d\.\d+ +(\d\.\d+)$", done.stdout, flags=re.MULTILINE)
     assert row is not None, done.stdout
     assert float(row[1]) >= 0.97
+
+
+def test_the_demo_runs_unchanged_on_two_ranks(tmp_path):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    done = subprocess.run(
+        [sys.executable, *map(str, torchrun), str(DIGITS), "--epochs", "12"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"^(train|val|test) +(\d+) +\d\.\d+ +\d\.\d+$", done.stdout, flags=re.MULTILINE)
+    assert rows == [("train", "1197"), ("val", "300"), ("test", "300")], "printed once, by rank 0"
+    bars = re.findall(r"train epoch \d+/12: 100% (\d+)/(\d+) ", done.stderr)
+    assert set(bars) == {("9", "9")}, "of the 19 batches each rank takes 9, and one bar shows them"
 
 
 def test_the_demo_shows_every_epoch_with_its_validation(demo):

@@ -23,7 +23,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from pellucid.engine import FSDP, Engine, Events, StrategyError
-from pellucid.handlers import GradientClip, Validate
+from pellucid.handlers import EMA, GradientClip, Validate
 
 Batches = list[tuple[Tensor, Tensor]]
 States = dict[str, Tensor]
@@ -981,24 +981,72 @@ def look(engine: Engine, batch: Any) -> Any:
     return engine.model(inputs), targets
 
 
-def run_engine(steps: int) -> States:
+def run_engine(steps: int, options: str = "the default", clip: str = "max_norm") -> States:
     model = Net()
     engine = Engine(
         step,
         model,
         optimizer=OPTIMIZERS["sgd"](model.parameters()),
-        strategy=FSDP("cpu"),
+        strategy=FSDP("cpu", **OPTIONS[options]()),
         gradient_accumulation_steps=steps,
     )
-    GradientClip(max_norm=0.1).attach(engine)
+    GradientClip(**{clip: 0.1}).attach(engine)
     engine.run(make_loader(), max_epochs=1)
-    assert engine.model is model and engine.state.updates == 6 // steps
+    assert engine.model is model
+    assert engine.state.updates == 12 // engine.strategy.data_world_size // steps
     return engine.strategy.full_state_dict(model)
 
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_an_engine_trains_the_shards_of_a_model_whose_optimizer_was_made_before(steps: int) -> None:
     assert_same(run_on_ranks(run_engine, 2, steps)[0], train_alone(2, steps=steps)[0])
+
+
+def test_an_engine_trains_ranks_that_share_the_work_of_a_layer() -> None:
+    for found in run_on_ranks(run_engine, 2, 1, "tensor only"):
+        assert_same(found, train_alone(1)[0])
+
+
+def clip_by_value(parameters: Any, limit: float) -> Tensor:
+    nn.utils.clip_grad_value_(parameters, limit)
+    return torch.zeros(())
+
+
+def test_gradients_of_shards_are_clipped_by_value() -> None:
+    model = Net()
+    train(model, OPTIMIZERS["sgd"](model.parameters()), joined(make_batches(), 2), steps=1, clip=clip_by_value)
+    assert_same(run_on_ranks(run_engine, 2, 1, "the default", "max_value")[0], model.state_dict())
+
+
+def average() -> tuple[States, dict[str, Any]]:
+    """Train with averaged weights; go on from what was saved in new objects."""
+    model = Net()
+    engine = Engine(step, model, optimizer=OPTIMIZERS["sgd"], strategy=FSDP("cpu"))
+    ema = EMA(decay=0.9).attach(engine)
+    engine.run(make_loader(), max_epochs=1)
+    weights = ema.weights()
+    with ema.applied():
+        assert_same(engine.strategy.full_state_dict(model), weights, 0)
+    again = EMA(decay=0.9).attach(Engine(step, Net(), optimizer=OPTIMIZERS["sgd"], strategy=engine.strategy))
+    again.load_state_dict(ema.state_dict())
+    assert_same(again.weights(), weights, 0)
+    return weights, dict(ema.state_dict()["updates"])
+
+
+def test_averaged_weights_of_shards_are_whole_on_every_rank() -> None:
+    (first, updates), (second, _) = run_on_ranks(average, 2)
+    assert_same(first, second, 0)
+    assert updates == {"optimizer": 6}
+    assert_same(first, average_alone())
+
+
+def average_alone() -> States:
+    model = Net()
+    batches = joined(make_batches(), 2)
+    engine = Engine(step, model, optimizer=OPTIMIZERS["sgd"], strategy="single")
+    ema = EMA(decay=0.9).attach(engine)
+    engine.run(batches, max_epochs=1)
+    return ema.weights()
 
 
 def train_inside() -> None:

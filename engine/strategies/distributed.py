@@ -21,8 +21,6 @@ from .processes import join, local_device
 
 __all__ = ["Distributed"]
 
-_PATIENCE_SEC = 30.0  # with ranks that have not started a run, before the user is told
-
 
 class Distributed(Placed):
     """One process, one device, one part of the data each; the arguments are those of ``DDP``.
@@ -92,7 +90,7 @@ class Distributed(Placed):
             with super().running(model, train):
                 yield
         else:
-            self.peers.barrier(f"the start of {'a training' if train else 'an evaluation'} run", _PATIENCE_SEC)
+            self.peers.barrier(f"the start of {'a training' if train else 'an evaluation'} run")
             with self._as_ignite_sees.region():
                 yield
 

@@ -30,10 +30,13 @@ class Peers:
 
     Args:
         timeout_sec: of each collective; None: torch's default, 30 minutes.
+        tell_after_sec: how long a rank waits for others before the user is told. Not for a round that was begun with
+            ``start``: others may well be at work alone meanwhile.
     """
 
-    def __init__(self, timeout_sec: float | None = None) -> None:
+    def __init__(self, timeout_sec: float | None = None, tell_after_sec: float = 30.0) -> None:
         """Make the group. A collective."""
+        self._tell_after_sec = tell_after_sec
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         timeout = None if timeout_sec is None else timedelta(seconds=timeout_sec)
@@ -94,7 +97,9 @@ class Peers:
         found: list[int] = []
         for begin in range(0, max(1, len(values)), _MOST_NUMBERS):
             part = list(values[begin : begin + _MOST_NUMBERS])
-            found += self._end(*self._begin(what, part))[: len(part)]
+            begun = self._begin(what, part)
+            self._tell_of_a_long_wait(what, begun[-1])
+            found += self._end(*begun)[: len(part)]
         return found
 
     def broadcast(self, value: Any, what: str = "a broadcast") -> Any:
@@ -111,27 +116,20 @@ class Peers:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def barrier(self, what: str = "a barrier", tell_after_sec: float | None = None) -> None:
-        """Wait until all ranks are here.
+    def barrier(self, what: str = "a barrier") -> None:
+        """Wait until all ranks are here."""
+        self.largest(what, [])
 
-        Args:
-            what: is done, in words; the same on all ranks.
-            tell_after_sec: warn where the others take longer than this; None: say nothing.
-
-        Raises:
-            StrategyError: another rank was doing something else.
-        """
-        begun = self._begin(what, [])
-        if tell_after_sec is not None and not _is_done_within(begun[-1], tell_after_sec):
+    def _tell_of_a_long_wait(self, what: str, work: Any) -> None:
+        if not _is_done_within(work, self._tell_after_sec):
             _log.warning(
                 "rank %d has waited %g s at %s for the other ranks, which may never come: every rank must start the "
-                "same runs in the same order. An engine that runs on one rank alone, such as a validation on rank 0, "
-                'is declared so: Engine(..., strategy="single")',
+                "same runs and make the same calls in the same order. An engine that runs on one rank alone, such as a "
+                'validation on rank 0, is declared so: Engine(..., strategy="single")',
                 self.rank,
-                tell_after_sec,
+                self._tell_after_sec,
                 what,
             )
-        self._end(*begun)
 
 
 def _is_done_within(work: Any, seconds: float) -> bool:
