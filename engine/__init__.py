@@ -1,5 +1,15 @@
 """pellucid's engine: an event-driven training loop with explicit state passing, on PyTorch-Ignite's ``Engine``."""
 
+from .durable import (
+    CheckpointInfo,
+    Saving,
+    clear_unfinished,
+    list_checkpoints,
+    load_weights,
+    remove_checkpoint,
+    resume,
+    save_checkpoint,
+)
 from .engine import Engine, Handler, Step
 from .errors import (
     CheckpointError,
@@ -33,6 +43,7 @@ __all__ = [
     "DDP",
     "FSDP",
     "CheckpointError",
+    "CheckpointInfo",
     "DataError",
     "DataParallel",
     "Engine",
@@ -52,6 +63,7 @@ __all__ = [
     "Record",
     "RecordError",
     "RunError",
+    "Saving",
     "SingleDevice",
     "StateError",
     "StateSnapshot",
@@ -61,9 +73,15 @@ __all__ = [
     "StrategyError",
     "UpdateError",
     "already_sharded",
+    "clear_unfinished",
     "create_supervised_evaluator",
     "create_supervised_trainer",
     "launch",
+    "list_checkpoints",
+    "load_weights",
+    "remove_checkpoint",
+    "resume",
+    "save_checkpoint",
     "seed_everything",
     "supervised_evaluation_step",
     "supervised_training_step",

@@ -96,7 +96,7 @@ class FiringEngine(IgniteEngine):
         calls: Iterable[Call] = handlers.calls or handlers.compile()
         engine = self if self.owner is None else self.owner()
         if event_args or event_kwargs:
-            calls = [self._with_arguments(entry, event_args, event_kwargs) for entry in handlers]
+            calls = [self._with_arguments(entry, event_args, event_kwargs) for entry in handlers.in_order()]
         elif handlers.filters is not None:
             calls = handlers.due(engine, self.count(event_name))
         batch = self.state.batch
@@ -122,7 +122,7 @@ class FiringEngine(IgniteEngine):
         self.last_event_name = event  # type: ignore[assignment]  # equal to Ignite's
         self.firings[event.name] = self.firings.get(event.name, 0) + 1
         engine = self if self.owner is None else self.owner()
-        for entry in list(self._event_handlers[event]):
+        for entry in self._event_handlers[event].in_order():
             try:
                 self._with_arguments(entry, (e,), {})(engine, self.state.batch)
             except BaseException as later:

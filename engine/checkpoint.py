@@ -6,11 +6,11 @@ import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
-
 from ._loop import IgniteLoop, Standing
 from .errors import CheckpointError, suggestion
 from .limits import Limits
+from .metrics import load_metric_states, metric_states
+from .plain import to_plain
 from .position import Position
 from .records import MetricsView
 from .state import RunStatus
@@ -28,20 +28,23 @@ def save_engine(
     limits: Limits,
     position: Position | None,
     updates: Updates,
+    metrics: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return everything an engine must know to go on."""
-    metrics = MetricsView(loop.state.metrics)
+    values = MetricsView(loop.state.metrics)
+    standing = loop.standing()
     return {
         "format": _FORMAT,
-        **loop.standing()._asdict(),
+        **standing._asdict(),
         "updates": status.updates,
         "updates_by_optimizer": dict(status.updates_by_optimizer),
         "max_epochs": limits.max_epochs,
         "max_iters": limits.max_iters,
         "epoch_length": limits.epoch_length,
         "stop_reason": loop.ending,
-        "fields": {name: _plain(f"state field {name!r}", value) for name, value in declared.items()},
-        "metrics": {name: _plain(f"metric {name!r}", metrics[name]) for name in metrics},
+        "fields": {name: to_plain(f"state field {name!r}", value) for name, value in declared.items()},
+        "metrics": {name: to_plain(f"metric {name!r}", values[name]) for name in values},
+        "metric_states": to_plain("a metric", metric_states(metrics)) if standing.epoch_open else {},
         "firings": dict(loop.firings),
         "gradients": updates.state_dict(loop.was_left_in_step(), loop.state.iteration > loop.done_iteration),
         "position": None if position is None else position.state_dict(),
@@ -49,7 +52,12 @@ def save_engine(
 
 
 def load_engine(
-    saved: Any, loop: IgniteLoop, status: RunStatus, declared: dict[str, Any], updates: Updates
+    saved: Any,
+    loop: IgniteLoop,
+    status: RunStatus,
+    declared: dict[str, Any],
+    updates: Updates,
+    metrics: Mapping[str, Any],
 ) -> tuple[Limits, Position | None]:
     """Check what was saved, then write it into the parts of an engine."""
     if not isinstance(saved, Mapping):
@@ -63,7 +71,7 @@ def load_engine(
             f"the state dictionary has format {saved.get('format')!r}, and this version of pellucid reads {_FORMAT}: "
             "load it with the version that wrote it"
         )
-    wanted = save_engine(loop, status, declared, Limits(), None, updates)
+    wanted = save_engine(loop, status, declared, Limits(), None, updates, {})
     _same_names("the state dictionary", saved, wanted)
     _check_kinds(saved)
     _same_names("its declared fields", saved["fields"], declared)
@@ -80,6 +88,7 @@ def load_engine(
     loop.state.metrics.clear()
     loop.state.metrics.update(saved["metrics"])
     updates.load_state_dict(saved["gradients"])
+    load_metric_states(metrics, saved["metric_states"])
     status.updates = saved["updates"]
     status.updates_by_optimizer = dict(saved["updates_by_optimizer"])
     declared.update(copy.deepcopy(dict(saved["fields"])))
@@ -87,7 +96,7 @@ def load_engine(
 
 
 def _check_kinds(saved: Mapping[str, Any]) -> None:
-    for name in ("updates_by_optimizer", "fields", "metrics", "firings"):
+    for name in ("updates_by_optimizer", "fields", "metrics", "metric_states", "firings"):
         if not isinstance(saved[name], Mapping):
             raise CheckpointError(f"{name} must be a mapping, got {type(saved[name]).__name__}: {saved[name]!r}")
     counts = {name: 0 for name in ("epoch", "iteration", "epoch_iteration", "updates")}
@@ -106,28 +115,6 @@ def _position(saved: Any) -> Position | None:
             f"its position in the data cannot be read ({type(error).__name__}: {error}): it was written by hand or by "
             "another version"
         ) from error
-
-
-def _plain(what: str, value: Any) -> Any:
-    """Return a copy made of tensors, numbers, texts, lists, tuples and dicts: all that a weights-only loader reads.
-
-    Raises:
-        CheckpointError: there is something else in it.
-    """
-    if value is None or type(value) in (bool, int, float, complex, str, bytes):
-        return value
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if type(value) in (list, tuple, set):
-        return type(value)(_plain(what, item) for item in value)
-    if isinstance(value, Mapping):
-        return {key: _plain(what, item) for key, item in value.items()}
-    if hasattr(value, "dtype") and hasattr(value, "tolist"):  # NumPy's
-        return value.item() if value.ndim == 0 else torch.as_tensor(value).clone()
-    raise CheckpointError(
-        f"{what} holds a {type(value).__name__}, which a safe loader would not read: keep tensors, numbers, texts, "
-        "lists and dicts in what is to be saved"
-    )
 
 
 def _same_names(what: str, saved: Iterable[str], wanted: Iterable[str]) -> None:

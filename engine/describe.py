@@ -9,7 +9,7 @@ from typing import Any
 
 from .display import table
 from .events import FIRING_ORDER
-from .table import HandlerTable, Registration
+from .table import Handlers, HandlerTable, Registration
 
 __all__ = ["Description"]
 
@@ -22,7 +22,9 @@ class Description:
         self.title = title
         built_in = [event.name for event in FIRING_ORDER]
         names = [*built_in, *(name for name in registered if name not in built_in)]
-        self.rows = [(name, [_handler_text(entry) for entry in table.by_name.get(name, ())]) for name in names]
+        none = Handlers()
+        entries = {name: table.by_name.get(name, none).in_order() for name in names}
+        self.rows = [(name, [_handler_text(entry) for entry in entries[name]]) for name in names]
 
     def __str__(self) -> str:
         """Return one line for each event, one for each handler."""

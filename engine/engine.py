@@ -478,10 +478,16 @@ class Engine:
 
         return attach
 
-    def add_event_handler(self, event: Any, handler: Any) -> Handle:
+    def add_event_handler(self, event: Any, handler: Any, *, last: bool = False) -> Handle:
         """Attach a handler, to be called as ``handler(engine, batch)``, to an event or a ``|`` list of events.
 
         In a notebook, a handler takes the place of the one that an earlier run of its cell has attached.
+
+        Args:
+            event: one event, or several joined with ``|``.
+            handler: what is called.
+            last: call it after all other handlers of the event, also those that are attached later: for what must see
+                everything that they have done, such as saving.
 
         Returns:
             a handle that takes the handler off again.
@@ -502,7 +508,7 @@ class Engine:
         if old:
             names = ", ".join(dict.fromkeys(entry.short_name for entry in old))
             _log.warning("replaced what this cell, or a function of the same name, attached before: %s", names)
-        entries = [Registration(handler, one, place) for one in events]
+        entries = [Registration(handler, one, place, last) for one in events]
         for entry in entries:
             table[entry.event].append(entry)
         return Handle(table, entries)
@@ -582,6 +588,7 @@ class Engine:
             self._course.limits,
             self._course.position(self),
             self._updates,
+            self._metrics,
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -593,7 +600,8 @@ class Engine:
         """
         if self.is_running():
             raise RunError(f"engine {self._name!r} is running: load_state_dict() is for an engine at rest")
-        self._course.go_on_from(*load_engine(state, self._loop, self._status, self._declared, self._updates))
+        limits, position = load_engine(state, self._loop, self._status, self._declared, self._updates, self._metrics)
+        self._course.go_on_from(limits, position)
 
     def __getattr__(self, name: str) -> NoReturn:
         """Say what there is instead: reached only for names that an engine does not have."""

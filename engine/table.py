@@ -31,19 +31,24 @@ class Registration(tuple[Any, tuple[Any, ...], dict[str, Any]]):
     when: When
     seen: set[int]
     place: Any
+    last: bool
 
-    def __new__(cls, handler: Call, event: Any, place: Any = None) -> Registration:
-        """Make the registration of ``handler`` on ``event``, attached at this place of a notebook."""
+    def __new__(cls, handler: Call, event: Any, place: Any = None, last: bool = False) -> Registration:
+        """Make the registration of ``handler`` on ``event``, attached at this place of a notebook.
+
+        One that is ``last`` is called after all others.
+        """
         self = super().__new__(cls, (handler, (), {}))
         self.event = event
         self.place = place
+        self.last = last
         self.when = getattr(event, "when", getattr(event, "filter", None))
         self.seen = set()  # counts a `once` filter has fired at
         return self
 
     def with_handler(self, handler: Call) -> Registration:
         """Return the same registration, filter and all, of what an Ignite component puts in the handler's place."""
-        other = Registration(handler, self.event, self.place)
+        other = Registration(handler, self.event, self.place, self.last)
         other.seen = self.seen
         return other
 
@@ -98,11 +103,16 @@ class Handlers(list[Any]):
 
     def compile(self) -> tuple[Call, ...]:
         """Turn the entries into plain calls; done at the first firing after a change."""
-        ours = [entry if isinstance(entry, Registration) else None for entry in self]
+        entries = self.in_order()
+        ours = [entry if isinstance(entry, Registration) else None for entry in entries]
         self.filters = tuple(ours) if any(entry is not None and entry.when is not None for entry in ours) else None
-        self.calls = tuple(entry[0] if isinstance(entry, Registration) else _ignite_call(*entry) for entry in self)
+        self.calls = tuple(entry[0] if isinstance(entry, Registration) else _ignite_call(*entry) for entry in entries)
         self.quiet_from = self.quiet_until = 0
         return self.calls
+
+    def in_order(self) -> list[Any]:
+        """Return the entries in the order they are called: as attached, then those that are to be last."""
+        return sorted(self, key=_is_last)
 
     def due(self, engine: Any, count: int) -> Iterable[Call]:
         """Yield the calls whose filter lets ``count`` pass, asking each filter just before its turn."""
@@ -117,6 +127,10 @@ class Handlers(list[Any]):
         for call, entry in zip(calls, filters, strict=True):
             if entry is None or entry.is_due(engine, count):
                 yield call
+
+
+def _is_last(entry: Any) -> bool:
+    return isinstance(entry, Registration) and entry.last
 
 
 def _next_due(entry: Registration | None, count: int) -> int:

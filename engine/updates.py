@@ -68,6 +68,7 @@ class Updates:
         self._optimizers = dict(optimizers)
         self._needs_closure = {name for name, one in self._optimizers.items() if needs_closure(one)}
         self._stepper = strategy.make_stepper()
+        self._part_like = strategy.part_like
         self._status = status
         self._can_update = status.mode == "train" and bool(optimizers)
         self._together = None if strategy.peers is None else strategy  # with other ranks
@@ -326,8 +327,8 @@ class Updates:
             fits = len(held) == len(gradients)
             if not fits or any(g is not None and g.shape != p.shape for p, g in zip(held, gradients, strict=True)):
                 raise CheckpointError(
-                    f"its pending gradients of optimizer {name!r} and this engine's parameters do not fit: load it "
-                    "into an engine with the model it was saved with"
+                    f"the gradients it has of an unfinished window of optimizer {name!r} do not fit this engine's "
+                    "parameters: load it into an engine with the model it was saved with"
                 )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -336,7 +337,7 @@ class Updates:
         self._window.load_state_dict(state["window"])
         self._backward_in = 0
         self._pending = [
-            (parameter, gradient.to(parameter.device, copy=True))
+            (parameter, self._part_like(gradient, parameter).to(parameter.device, copy=True))
             for name, gradients in state["gradients"].items()
             for parameter, gradient in zip(held_by(self._optimizers[name]), gradients, strict=True)
             if gradient is not None

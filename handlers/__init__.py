@@ -1,5 +1,6 @@
 """Handlers: ready-made parts that are attached to an engine and listen to its events."""
 
+from .checkpoint import Checkpoint
 from .early_stopping import EarlyStopping
 from .ema import EMA
 from .gradient_clip import GradientClip
@@ -12,6 +13,7 @@ from .validate import Validate
 
 __all__ = [
     "EMA",
+    "Checkpoint",
     "EarlyStopping",
     "GradientClip",
     "History",

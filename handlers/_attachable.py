@@ -27,6 +27,10 @@ class Attachable(ABC):
     def _subscriptions(self) -> Sequence[Subscription]:
         """Return the events this handler listens to, and the method for each."""
 
+    def _last_subscriptions(self) -> Sequence[Subscription]:
+        """Return those of its methods that are called after all other handlers of their event."""
+        return ()
+
     def attach(self, engine: Engine) -> Self:
         """Listen to ``engine``'s events, and return the handler itself.
 
@@ -42,6 +46,8 @@ class Attachable(ABC):
             raise HandlerError(f"{self!r} is attached to this engine already, and would do everything twice")
         for event, method in self._subscriptions():
             engine.add_event_handler(event, method)
+        for event, method in self._last_subscriptions():
+            engine.add_event_handler(event, method, last=True)
         return self
 
     def detach(self, engine: Engine) -> None:
@@ -52,7 +58,7 @@ class Attachable(ABC):
         """
         if not self._is_attached(engine):
             raise HandlerError(f"{self!r} is not attached to this engine, so it cannot be detached from it")
-        for event, method in self._subscriptions():
+        for event, method in (*self._subscriptions(), *self._last_subscriptions()):
             engine.remove_event_handler(method, event)
 
     def _is_attached(self, engine: Engine) -> bool:

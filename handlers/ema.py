@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from ..engine import CheckpointError, Engine, Events, HandlerError, RunError
+from ..engine import CheckpointError, Engine, Events, HandlerError, RunError, Strategy
 from ._attachable import Attachable, Subscription
 from ._monitor import require_number
 from ._optimizers import optimizers_of, parameters_of
@@ -58,7 +58,7 @@ class EMA(Attachable):
         self._parts: dict[str, dict[str, _Slot]] = {}  # of the model, by name and by the model's own keys
         self._slots: dict[str, list[_Slot]] = {}  # each tensor once, by the optimizer that moves it
         self._updates: dict[str, int] = {}  # by optimizer
-        self._whole: Callable[[nn.Module], dict[str, Any]] = _plain_state  # the strategy's, once it is attached
+        self._strategy: Strategy | None = None  # of the model, once it is attached
 
     @property
     def averages(self) -> int:
@@ -76,7 +76,7 @@ class EMA(Attachable):
             model = engine.model if self._model is None else self._model
             if not _overlap(_roots(engine.model), _roots(model)):
                 raise HandlerError(f"{self!r} averages a model that this engine does not have")
-            self._model, self._whole = model, engine.strategy.full_state_dict
+            self._model, self._strategy = model, engine.strategy
             self._find(optimizers)
             self._updates = dict.fromkeys(optimizers, 0) | self._updates
         return super().attach(engine)
@@ -168,7 +168,8 @@ class EMA(Attachable):
         """
         roots = _named_parts(self._model)
         with self.applied():
-            states = {part: _cloned(self._whole(roots[part])) for part in self._parts}
+            assert self._strategy is not None, "what applies averages is attached"
+            states = {part: _cloned(self._strategy.full_state_dict(roots[part])) for part in self._parts}
         return states if isinstance(self._model, Mapping) else states[""]
 
     def state_dict(self) -> dict[str, Any]:
@@ -186,7 +187,7 @@ class EMA(Attachable):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take up the state of an earlier ``state_dict()``.
+        """Take up the state of an earlier ``state_dict()``, of a sharded model also with whole averages.
 
         Raises:
             HandlerError: it is not attached yet, so there is no model to fit.
@@ -201,8 +202,9 @@ class EMA(Attachable):
         unfit = [key for key in {*saved, *known} if key not in saved or key not in known or _unlike(saved, known, key)]
         if unfit:
             raise CheckpointError(f"EMA: the averages are of another model, they differ in {sorted(unfit)[:5]}")
+        assert self._strategy is not None, "it has slots, so it is attached"
         for key, average in known.items():
-            average.copy_(saved[key])
+            average.copy_(self._strategy.part_like(saved[key], average))
         self._updates = {name: int(count) for name, count in state_dict["updates"].items()}
 
     def __repr__(self) -> str:
@@ -296,10 +298,6 @@ def _tensors(root: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
             key = f"{path}.{attribute}" if path else attribute
             if key in keys:
                 yield key, module, attribute
-
-
-def _plain_state(module: nn.Module) -> dict[str, Any]:
-    return dict(module.state_dict())
 
 
 def _cloned(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -187,6 +187,17 @@ class Strategy(ABC):
         """Load what ``full_state_dict`` returned. A collective in sharding strategies."""
         model.load_state_dict(state)
 
+    def whole(self, value: Any) -> Any:
+        """Return ``value`` with every sharded tensor in it whole, as a plain one on the host, on every rank.
+
+        A collective in sharding strategies. Looks into lists, tuples and mappings.
+        """
+        return value
+
+    def part_like(self, value: Tensor, like: Tensor) -> Tensor:
+        """Return what this rank holds of a whole tensor that is to stand where ``like`` does. Not a collective."""
+        return value
+
     def copy_model(self, model: ModelT) -> ModelT:
         """Return a deep copy of ``model`` that shares nothing with it: same devices, modes and ties, no gradients.
 

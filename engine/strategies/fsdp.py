@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import StrategyError
+from ..nested import map_nested
 from .base import Model, ModelT, Uneven, modules_of
 from .broadcasting import broadcast, memory_of
 from .distributed import Distributed
@@ -335,6 +336,15 @@ class FSDP(Distributed):
         dist.broadcast(value, src=0)
         return value.cpu()
 
+    def whole(self, value: Any) -> Any:
+        """Return ``value`` with every sharded tensor in it whole; see :meth:`Strategy.whole`. A collective."""
+        return map_nested(value, lambda one: whole(one).cpu() if hasattr(one, "device_mesh") else one)
+
+    def part_like(self, value: Tensor, like: Tensor) -> Tensor:
+        """Return what this rank holds of a whole tensor; see :meth:`Strategy.part_like`. Not a collective."""
+        part: Tensor = _part(value, like)
+        return part
+
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Load what ``full_state_dict`` returned, which every rank must have: each takes its part. Not a collective."""
         if self.peers is not None:
@@ -345,7 +355,8 @@ class FSDP(Distributed):
 
 
 def _part(value: Any, present: Any) -> Any:
-    fits = hasattr(present, "device_mesh") and isinstance(value, Tensor) and value.shape == present.shape
+    is_shard = hasattr(present, "device_mesh") and not hasattr(value, "device_mesh")
+    fits = is_shard and isinstance(value, Tensor) and value.shape == present.shape
     return part_like(value, present) if fits else value  # what does not fit is for load_state_dict to complain of
 
 

@@ -1,0 +1,47 @@
+"""What may be saved: tensors, numbers, texts, and containers of these. A weights-only loader reads no more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .errors import CheckpointError
+
+__all__ = ["to_plain"]
+
+
+def to_plain(what: str, value: Any, *, copy: bool = True) -> Any:
+    """Return ``value`` made of what a weights-only loader reads; NumPy's values become Python's and torch's.
+
+    Args:
+        what: it is, for the message.
+        value: anything.
+        copy: give tensors memory of their own, on the host. Without it only those get it of which the memory is a part.
+
+    Raises:
+        CheckpointError: there is something else in it.
+    """
+    if value is None or type(value) in (bool, int, float, complex, str, bytes):
+        return value
+    if isinstance(value, torch.Tensor):
+        return _plain_tensor(value, copy)
+    if type(value) in (list, tuple, set):
+        return type(value)(to_plain(what, item, copy=copy) for item in value)
+    if isinstance(value, Mapping):
+        return {key: to_plain(what, item, copy=copy) for key, item in value.items()}
+    if hasattr(value, "dtype") and hasattr(value, "tolist"):  # NumPy's
+        return value.item() if value.ndim == 0 else torch.as_tensor(value).clone()
+    raise CheckpointError(
+        f"{what} holds a {type(value).__name__}, which a safe loader would not read: keep tensors, numbers, texts, "
+        "lists and dicts in what is to be saved"
+    )
+
+
+def _plain_tensor(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
+    tensor = tensor.detach()
+    if copy:
+        return tensor.clone()
+    is_part = tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
+    return tensor.clone() if is_part else tensor
