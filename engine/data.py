@@ -23,6 +23,7 @@ from .errors import DataError
 from .look_ahead import LookAhead
 from .position import Position
 from .rng import GeneratorStates, Moment, RandomState
+from .skipping import without_loading
 from .strategies import AlreadySharded, Shards, stated_length, tell_epoch
 
 __all__ = [
@@ -331,8 +332,14 @@ def _goes_on_by_itself(source: Any) -> bool:
 
 
 def _skip(raw: Iterator[Any], batches: int) -> None:
+    """Go past batches that are done, without loading them where nothing but their order is drawn.
+
+    Raises:
+        DataError: there are fewer.
+    """
+    passing = without_loading(raw) or raw
     for done in range(batches):
-        if next(raw, _END) is _END:
+        if next(passing, _END) is _END:
             raise DataError(
                 f"{batches} batches of this epoch are done, but the data given to go on with has only {done}: give "
                 "the data the run was stopped with, or begin afresh with engine.reset()"

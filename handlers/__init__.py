@@ -7,6 +7,7 @@ from .gradient_clip import GradientClip
 from .history import History, HistoryRow
 from .lr_finder import LRFinder, LRFinderResult
 from .lr_schedule import LRSchedule
+from .preemption import Preemption
 from .progress_bar import ProgressBar
 from .terminate_on_nan import TerminateOnNan
 from .validate import Validate
@@ -21,6 +22,7 @@ __all__ = [
     "LRFinder",
     "LRFinderResult",
     "LRSchedule",
+    "Preemption",
     "ProgressBar",
     "TerminateOnNan",
     "Validate",

@@ -119,6 +119,7 @@ class Checkpoint(Attachable):
         before = Events.STARTED | Events.EPOCH_STARTED
         return (
             (before | Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED | _END, self._settle),
+            (_END, self._finish),
             (Events.EXCEPTION_RAISED, self._let_finish),
         )
 
@@ -176,6 +177,10 @@ class Checkpoint(Attachable):
         judged: tuple[float | None, bool] = engine.strategy.broadcast((score, self._is_among_the_best(score)))
         return judged
 
+    def request(self, engine: Engine) -> None:
+        """Save at the end of the present event, unless it stands where it was saved last. On ranks, ask on all."""
+        self._note_end(engine, None)
+
     # ------------------------------------------------------------------ saving
 
     def save(self, engine: Engine) -> None:
@@ -208,6 +213,9 @@ class Checkpoint(Attachable):
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait()
+
+    def _finish(self, engine: Engine, batch: Any) -> None:
+        self.wait()
 
     def _let_finish(self, engine: Engine, batch: Any) -> None:
         """Let the background end before an error leaves the run. No collective: only this rank may be here."""

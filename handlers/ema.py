@@ -58,6 +58,7 @@ class EMA(Attachable):
         self._parts: dict[str, dict[str, _Slot]] = {}  # of the model, by name and by the model's own keys
         self._slots: dict[str, list[_Slot]] = {}  # each tensor once, by the optimizer that moves it
         self._updates: dict[str, int] = {}  # by optimizer
+        self._has_begun = False  # to average: it has been in a run
         self._strategy: Strategy | None = None  # of the model, once it is attached
 
     @property
@@ -88,9 +89,10 @@ class EMA(Attachable):
         """Look where the tensors are now: the model may have been loaded, or changed, since."""
         self._refuse_training()
         self._find(optimizers_of(engine))
+        self._has_begun = True
 
     def _find(self, optimizers: Mapping[str, Optimizer]) -> None:
-        known = self._named() if any(self._updates.values()) else {}
+        known = self._named() if self._has_begun else {}
         holders: dict[int, str] = {}
         for name, optimizer in optimizers.items():
             holders = dict.fromkeys(map(id, parameters_of(optimizer)), name) | holders
@@ -206,6 +208,7 @@ class EMA(Attachable):
         for key, average in known.items():
             average.copy_(self._strategy.part_like(saved[key], average))
         self._updates = {name: int(count) for name, count in state_dict["updates"].items()}
+        self._has_begun = True
 
     def __repr__(self) -> str:
         """Show the decay and how far it is."""

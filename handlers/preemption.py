@@ -1,0 +1,130 @@
+"""Stop in good order when the machine is about to be taken away."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Iterable, Sequence
+from types import FrameType
+from typing import Any
+
+from ..engine import Engine, Events, HandlerError
+from ._attachable import Attachable, Subscription
+from .checkpoint import Checkpoint
+
+__all__ = ["Preemption"]
+
+logger = logging.getLogger("pellucid.handlers")
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+
+
+class Preemption(Attachable):
+    """Let a signal end the run after the present iteration, with a checkpoint.
+
+    What a cluster sends before it takes a machine away (SLURM's ``--signal``, a cloud's SIGTERM) is heard in a run
+    only: its handlers are installed when the run starts, and those that were there before are put back when it ends.
+    All ranks stop at one iteration, whichever has heard the signal. Every attached ``Checkpoint`` saves, and ``run``
+    returns with ``state.stop_reason == "terminated"``. A second signal does what it did before, at once.
+
+    A program says how it has ended by its exit code: 0, or 128 + the number of the signal (143 for SIGTERM).
+
+    Args:
+        signals: which end the run.
+
+    Example:
+        >>> Checkpoint("runs/digits", every=Events.ITERATION_COMPLETED(every=1000)).attach(trainer)
+        >>> preemption = Preemption().attach(trainer)
+        >>> resume(trainer, "runs/digits")
+        >>> trainer.run(loader, max_epochs=20)
+        >>> sys.exit(preemption.exit_code)
+    """
+
+    def __init__(self, signals: Iterable[int] = SIGNALS) -> None:
+        self._signals = tuple(_check(one) for one in signals)
+        if not self._signals:
+            raise ValueError("signals=() would hear nothing: give some, such as (signal.SIGTERM,)")
+        self._before: dict[signal.Signals, Any] = {}
+        self._received: signal.Signals | None = None
+
+    @property
+    def received(self) -> signal.Signals | None:
+        """The signal that has ended the last run, the same on all ranks, or None."""
+        return self._received
+
+    @property
+    def exit_code(self) -> int:
+        """What the program is to exit with: 0, or 128 + the number of the signal."""
+        return 0 if self._received is None else 128 + self._received
+
+    def _subscriptions(self) -> Sequence[Subscription]:
+        moments = Events.EPOCH_STARTED | Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED
+        return (
+            (Events.STARTED, self._begin),
+            (moments, self._stop),
+            (Events.TERMINATE, self._agree),
+        )
+
+    def _last_subscriptions(self) -> Sequence[Subscription]:
+        ends = Events.TERMINATE | Events.INTERRUPT | Events.COMPLETED | Events.EXCEPTION_RAISED
+        return ((ends, self._end),)
+
+    def _begin(self, engine: Engine, batch: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise HandlerError("Preemption hears signals, which only a program's main thread can: run the engine there")
+        if not _checkpoints(engine):
+            logger.warning(
+                "%r is attached without a Checkpoint: a signal would stop the run, and nothing be saved", self
+            )
+        self._put_back()
+        self._received = None
+        for one in self._signals:
+            self._before[one] = signal.signal(one, self._hear)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self._received = signal.Signals(number)
+        self._put_back()  # so that a second one ends the program
+
+    def _stop(self, engine: Engine, batch: Any) -> None:
+        if self._received is not None:
+            engine.terminate()
+
+    def _agree(self, engine: Engine, batch: Any) -> None:
+        heard = [number for number in engine.strategy.gather(self._received) if number is not None]
+        if not heard:
+            return
+        self._received = signal.Signals(max(heard))
+        if engine.state.rank == 0:
+            logger.warning(
+                "%s was received: the run stops after iteration %d", self._received.name, engine.state.iteration
+            )
+        for checkpoint in _checkpoints(engine):
+            checkpoint.request(engine)
+
+    def _end(self, engine: Engine, batch: Any) -> None:
+        self._put_back()
+
+    def _put_back(self) -> None:
+        before, self._before = self._before, {}
+        for one, handler in before.items():
+            signal.signal(one, signal.SIG_DFL if handler is None else handler)  # None: not installed by Python
+
+    def __repr__(self) -> str:
+        """Show the signals."""
+        return f"Preemption({', '.join(one.name for one in self._signals)})"
+
+
+def _checkpoints(engine: Engine) -> list[Checkpoint]:
+    return [one for one in engine.attached() if isinstance(one, Checkpoint)]
+
+
+def _check(number: Any) -> signal.Signals:
+    unheard = {getattr(signal, name, None) for name in ("SIGKILL", "SIGSTOP")}
+    try:
+        found = signal.Signals(number)
+    except ValueError:
+        raise ValueError(f"signals has {number!r}, which is no signal: give such as signal.SIGTERM") from None
+    if found in unheard:
+        raise ValueError(f"{found.name} cannot be heard by any program: leave it out")
+    return found
