@@ -139,14 +139,17 @@ def check(engine: Any, content: Content, where: Any) -> None:
     for name, optimizer in optimizers.items():
         _check_optimizer(name, optimizer, saved[name], where)
     _get(content.training, "handlers", dict, where)
-    if not _get(content.training, "ranks", list, where):
-        raise CheckpointError(f"{where} has the state of no rank")
+    ranks = _get(content.training, "ranks", list, where)
+    if not ranks or not all(
+        isinstance(state, Mapping) and "gradients" in state.get("gradients", ()) for state in ranks
+    ):
+        raise CheckpointError(f"{where} was written by hand or is damaged: its 'ranks' are no states of an engine")
 
 
 def _get(training: Mapping[str, Any], key: str, kind: type, where: Any) -> Any:
     value = training.get(key)
     if not isinstance(value, kind):
-        raise CheckpointError(f"{where} was written by hand or is damaged: its {key!r} is {value!r}")
+        raise CheckpointError(f"{where} was written by hand or is damaged: its {key!r} is a {type(value).__name__}")
     return value
 
 
@@ -168,9 +171,16 @@ def check_weights(model: nn.Module, state: Mapping[str, Any], where: Any) -> Non
 
 
 def _check_optimizer(name: str, optimizer: Optimizer, saved: Any, where: Any) -> None:
-    if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
-        raise CheckpointError(f"{where} has no state of an optimizer under {name!r}")
-    there = [len(group["params"]) for group in saved["param_groups"]]
+    try:
+        there = [len(group["params"]) for group in saved["param_groups"]]
+        numbers = {number for group in saved["param_groups"] for number in group["params"]}
+        makes_sense = all(
+            isinstance(values, Mapping) and number in numbers for number, values in saved["state"].items()
+        )
+    except (LookupError, TypeError, AttributeError):
+        makes_sense = False
+    if not makes_sense:
+        raise CheckpointError(f"{where} was written by hand or is damaged: {name!r} has no state of an optimizer")
     here = [len(group["params"]) for group in optimizer.param_groups]
     if there != here:
         raise CheckpointError(
@@ -184,11 +194,16 @@ def _same_names(what: str, saved: Mapping[str, Any], present: Mapping[str, Any])
     unknown = [name for name in saved if name not in present]
     if not missing and not unknown:
         return
-    nearest = suggestion(unknown[0], missing) if missing and unknown else "."
+    nearest = _nearest(unknown[0], missing) if missing and unknown else "."
     raise CheckpointError(
         f"{what} do not fit: {_some(missing)} missing there, {_some(unknown)} unknown here{nearest} Build the engine's "
         "model and optimizers as they were when they were saved"
     )
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    nested = next((one for one in known if one.endswith(f".{name}") or name.endswith(f".{one}")), None)
+    return suggestion(name, known) if nested is None else f": is it {nested!r}?"
 
 
 def _some(names: list[str]) -> str:
