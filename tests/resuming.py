@@ -117,6 +117,15 @@ class Training:
         }
 
 
+def go_on(directory: Path, in_background: bool, result: Path) -> None:
+    """Go on where the last process was killed, and leave the outcome: what a process of its own does."""
+    torch.set_num_threads(1)
+    training = Training(directory, options={"async_save": in_background})
+    training.resume()
+    training.run()
+    torch.save(training.outcome(), result)
+
+
 def differences(one: Any, other: Any, where: str = "") -> Iterator[str]:
     """Yield the places at which two outcomes differ by a bit."""
     if isinstance(one, Tensor):
