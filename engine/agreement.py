@@ -47,11 +47,13 @@ class Agreement:
     Args:
         peers: the other ranks.
         what: the run, in words, the same on all ranks.
+        updates: says how many updates were made, which must be as many on all ranks.
     """
 
-    def __init__(self, peers: Peers, what: str) -> None:
+    def __init__(self, peers: Peers, what: str, updates: Callable[[], int]) -> None:
         self._peers = peers
         self._what = what
+        self._updates = updates
         self._wanted: dict[str, bool | str] = {}
         self._batch = 0
         self._round_at = 1  # the batch of the next round
@@ -78,7 +80,7 @@ class Agreement:
 
     def _begin(self, ends: bool, more: bool, often: bool) -> None:
         levels = [2 if isinstance(value, str) else int(value) for value in map(self._wanted.get, VERBS, [False] * 3)]
-        self._peers.start(self._what, [*levels, ends, more, often])
+        self._peers.start(f"{self._what} after {self._updates()} updates", [*levels, ends, more, often])
 
     def hear(self) -> Heard | None:
         """Return what came of the round that was begun, None if there was none. Waits for the other hosts.
@@ -103,6 +105,7 @@ class Agreement:
     def now(self) -> Heard:
         """Return what all ask for at this moment. A collective that waits for the other hosts."""
         self._begin(False, False, True)
+        self._peers.tell_of_a_long_wait()
         heard = self.hear()
         assert heard is not None
         return heard

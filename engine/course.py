@@ -115,7 +115,9 @@ class Course:
     def _join_ranks(self, engine: Running, peers: Peers) -> None:
         """Let the ranks of this run stop together."""
         loop, data, first = self._loop, self._data, self._loop.state.iteration == 0
-        loop.agreement = agreement = Agreement(peers, f"a batch of engine {engine.name!r}")
+        status = self._status
+        what = f"a batch of engine {engine.name!r}"
+        loop.agreement = agreement = Agreement(peers, what, lambda: status.updates)
 
         is_collective = self._strategy.forward_is_collective and not self._trains
 

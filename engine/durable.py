@@ -231,7 +231,7 @@ def resume(engine: Any, directory: PathLike) -> CheckpointInfo | None:
     Example:
         >>> Checkpoint("runs/digits").attach(trainer)
         >>> resume(trainer, "runs/digits")
-        >>> trainer.run(loader, max_epochs=20)
+        >>> result = trainer.run(loader, max_epochs=2)
     """
     if engine.is_running():
         raise RunError(f"engine {engine.name!r} is running: resume() is for an engine at rest")

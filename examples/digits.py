@@ -2,17 +2,18 @@
 
     make demo
     .venv/bin/python examples/digits.py --epochs 50 --seed 1 --device cpu --output runs/digits
+    .venv/bin/python examples/digits.py --resume
     .venv/bin/torchrun --standalone --nproc-per-node 2 examples/digits.py
 
 With torchrun each process trains on batches of its own, and evaluates a part of the images. Every epoch ends with a
 validation, and three in a row that bring nothing better end the run. The best weights are then tested on images that
-were never looked at before. Learning curves and the best checkpoint go to the output folder.
+were never looked at before. Learning curves and the best and the newest checkpoint go to the output folder: however a
+run was stopped, with --resume the next one goes on from there and ends as it would have.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from pellucid.engine import Engine, Events, SingleDevice, seed_everything
-from pellucid.handlers import EarlyStopping, History, ProgressBar, Validate
+from pellucid.engine import CheckpointInfo, Engine, Events, SingleDevice, load_weights, resume, seed_everything
+from pellucid.handlers import Checkpoint, EarlyStopping, History, Preemption, ProgressBar, Validate
 
 SIZES = {"train": 1197, "val": 300, "test": 300}  # images
 PROMISED_ACCURACY = 0.97
@@ -81,7 +82,6 @@ def make_engines(device: str | None) -> tuple[Engine, Engine]:
         optimizer=torch.optim.AdamW(model.parameters(), lr=3e-3),
         strategy="auto" if device is None else SingleDevice(device),
         metrics={"train/loss": Average(lambda output: output["loss"])},
-        state={"best": math.inf, "best_epoch": 0},
         name="train",
     )
     metrics = {"loss": Loss(F.cross_entropy), "accuracy": Accuracy()}
@@ -102,35 +102,33 @@ def main() -> None:
     history = History().attach(trainer)
     ProgressBar().attach(trainer)
 
-    @trainer.on(Events.EPOCH_COMPLETED)
-    def keep_the_best(engine: Engine, batch: Any) -> None:
-        loss = engine.state.metrics["val/loss"]
-        if loss < engine.state.best:
-            engine.state.best, engine.state.best_epoch = loss, engine.state.epoch
-            # with these three a later run goes on from here, to the bit
-            parts = {"model": engine.model, "optimizer": engine.optimizer, "engine": engine}
-            if engine.state.rank == 0:
-                torch.save({name: part.state_dict() for name, part in parts.items()}, args.output / "best.pt")
+    checkpoint = Checkpoint(args.output / "checkpoints", monitor="val/loss", mode="min").attach(trainer)
+    preemption = Preemption().attach(trainer)
 
+    if args.resume:
+        resume(trainer, checkpoint.directory)
     trainer.run(loaders["train"], max_epochs=args.epochs)
+    if preemption.received is not None:
+        sys.exit(preemption.exit_code)
 
-    trainer.strategy.barrier()  # rank 0 has written the file that all ranks read
-    trainer.model.load_state_dict(torch.load(args.output / "best.pt", weights_only=True)["model"])
+    best = checkpoint.best
+    assert best is not None, "every epoch has a finite loss"
+    load_weights(trainer.model, best.path)
     results = {name: evaluator.run(loader).metrics for name, loader in loaders.items()}
     if trainer.state.rank == 0:
         history.plot(x="epoch", title="Handwritten digits").savefig(args.output / "curves.png")
-        report(trainer, results, args.output)
+        report(trainer, best, results, args.output)
 
     if results["test"]["accuracy"] < PROMISED_ACCURACY:
         sys.exit(f"The test accuracy is {results['test']['accuracy']:.4f}, below the {PROMISED_ACCURACY} promised.")
 
 
-def report(trainer: Engine, results: dict[str, Any], output: Path) -> None:
-    print(f"\nThe weights of epoch {trainer.state.best_epoch} of {trainer.state.epoch}:\n")
+def report(trainer: Engine, best: CheckpointInfo, results: dict[str, Any], output: Path) -> None:
+    print(f"\nThe weights of epoch {best.epoch} of {trainer.state.epoch}:\n")
     print(f"{'':8}{'images':>8}{'loss':>10}{'accuracy':>11}")
     for name, metrics in results.items():
         print(f"{name:8}{SIZES[name]:8}{metrics['loss']:10.4f}{metrics['accuracy']:11.4f}")
-    print(f"\nLearning curves and checkpoint: {output / 'curves.png'}, {output / 'best.pt'}")
+    print(f"\nLearning curves and checkpoint: {output / 'curves.png'}, {best.path}")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -139,6 +137,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of weights, sample order and dropout (default: 0)")
     parser.add_argument("--device", help="such as cpu or cuda:1, in one process (default: what there is)")
     parser.add_argument("--output", type=Path, default=Path("runs/digits"), help="a folder (default: runs/digits)")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the output folder")
     return parser.parse_args()
 
 

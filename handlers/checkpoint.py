@@ -54,9 +54,11 @@ class Checkpoint(Attachable):
         first_epoch: as for ``EarlyStopping``: the epoch by whose end ``monitor`` must have come once.
 
     Example:
-        >>> Checkpoint("runs/digits", monitor="val/accuracy", mode="max", n_saved=2).attach(trainer)
+        >>> Validate(evaluator, val_loader, every=Events.EPOCH_COMPLETED, prefix="val/").attach(trainer)
+        >>> checkpoint = Checkpoint("runs/digits", monitor="val/accuracy", mode="max", n_saved=2).attach(trainer)
         >>> resume(trainer, "runs/digits")
-        >>> trainer.run(loader, max_epochs=20)
+        >>> result = trainer.run(loader, max_epochs=3)
+        >>> load_weights(model, checkpoint.best.path)
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class Checkpoint(Attachable):
 
     def _begin(self, engine: Engine, batch: Any) -> None:
         self._is_due, self._score = False, None
+        self._run = engine.strategy.broadcast(self._run)
         if engine.state.rank != 0:
             return
         clear_unfinished(self._directory)
@@ -194,6 +197,7 @@ class Checkpoint(Attachable):
 
     def _save(self, engine: Engine, score: float | None) -> None:
         self.wait()
+        self._run = engine.strategy.broadcast(self._run)
         about: dict[str, Any] = {"run": self._run}
         if self._monitor is not None:
             is_finite = score is not None and self._monitor.is_better(score, None)

@@ -74,7 +74,8 @@ class EarlyStopping(Attachable):
 
     def _stay_stopped(self, engine: Engine, batch: Any) -> None:
         if self._stopped:
-            logger.warning("%r has stopped this run before: no step is made. Its own reset() lets the run go on.", self)
+            if engine.state.rank == 0:
+                logger.warning("%r has stopped this run before, no step is made: its own reset() lets it go on", self)
             engine.terminate()
 
     def _judge(self, engine: Engine, batch: Any) -> None:
@@ -90,7 +91,8 @@ class EarlyStopping(Attachable):
 
     def _stop(self, engine: Engine) -> None:
         self._stopped = True
-        logger.warning("%r stops the run: no improvement in %d records", self, self._waited)
+        if engine.state.rank == 0:
+            logger.warning("%r stops the run: no improvement in %d records", self, self._waited)
         engine.terminate()
 
     def state_dict(self) -> dict[str, Any]:

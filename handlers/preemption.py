@@ -37,8 +37,9 @@ class Preemption(Attachable):
         >>> Checkpoint("runs/digits", every=Events.ITERATION_COMPLETED(every=1000)).attach(trainer)
         >>> preemption = Preemption().attach(trainer)
         >>> resume(trainer, "runs/digits")
-        >>> trainer.run(loader, max_epochs=20)
-        >>> sys.exit(preemption.exit_code)
+        >>> result = trainer.run(loader, max_epochs=3)
+        >>> if preemption.received is not None:
+        ...     raise SystemExit(preemption.exit_code)
     """
 
     def __init__(self, signals: Iterable[int] = SIGNALS) -> None:

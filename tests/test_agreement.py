@@ -181,6 +181,23 @@ def test_an_evaluation_of_one_rank_that_is_not_declared_so_is_an_error_and_no_ha
     assert error.value.kind == "StrategyError"
 
 
+def _skips_an_update() -> None:
+    net = make_net()
+    train = train_step(Case())
+
+    def step(engine: Engine, batch: Any) -> Any:
+        if not (dist.get_rank() == 1 and engine.state.iteration == 4):
+            return train(engine, batch)
+
+    Engine(step, net, optimizer=make_optimizer(net)).run(make_loader(48))
+
+
+def test_a_rank_that_leaves_an_update_out_is_an_error_and_no_hang():
+    with pytest.raises(RankError, match=r"the ranks have come apart.*make an update where the others do") as error:
+        run_on_ranks(_skips_an_update, 2, timeout_sec=40)
+    assert error.value.kind == "StrategyError"
+
+
 def _meet(late: bool) -> list[str]:
     told: list[str] = []
     handler = logging.Handler()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
+from pellucid.engine import list_checkpoints
 
 ROOT = Path(__file__).parent.parent
 DIGITS = ROOT / "examples" / "digits.py"
@@ -71,24 +75,28 @@ def test_the_demo_shows_every_epoch_with_its_validation(demo):
 def test_the_demo_saves_curves_and_checkpoint_and_nothing_else(demo):
     _, folder = demo
     output = folder / "runs" / "digits"
-    assert sorted(path for path in folder.rglob("*") if path.is_file()) == [output / "best.pt", output / "curves.png"]
+    files = {path.relative_to(output) for path in folder.rglob("*") if path.is_file()}
+    checkpoints = {path.parts[1] for path in files if path.parts[0] == "checkpoints"}
+    assert files == {Path("curves.png")} | {
+        Path("checkpoints", name, file)
+        for name in checkpoints
+        for file in ("manifest.json", "model.safetensors", "training.pt")
+    }
+    assert len(checkpoints) == 2, "the best and the newest"
     assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_training_goes_on_from_the_demos_checkpoint_to_the_bit(digits, run_demo):
-    after_one, after_two = run_demo(epochs=1), run_demo(epochs=2)
-    assert (after_one["engine"]["epoch"], after_two["engine"]["epoch"]) == (1, 2), "the second epoch is the better one"
-    trainer, _ = digits.make_engines("cpu")
-    for name, part in {"model": trainer.model, "optimizer": trainer.optimizer, "engine": trainer}.items():
-        part.load_state_dict(after_one[name])
-    trainer.run(digits.make_loaders()["train"], max_epochs=2)
-    assert weights_are_equal(trainer.model.state_dict(), after_two["model"])
+def test_with_resume_the_demo_goes_on_to_the_bit(run_demo, tmp_path):
+    wanted = run_demo(epochs=2)
+    shutil.rmtree(tmp_path / "checkpoints")
+    run_demo(epochs=1)
+    assert weights_are_equal(run_demo(epochs=2, resume=True), wanted)
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_one_others(run_demo):
-    weights = run_demo(seed=3)["model"]
-    assert weights_are_equal(weights, run_demo(seed=3)["model"])
-    assert not weights_are_equal(weights, run_demo(seed=4)["model"])
+    weights = run_demo(seed=3)
+    assert weights_are_equal(weights, run_demo(seed=3))
+    assert not weights_are_equal(weights, run_demo(seed=4))
 
 
 def weights_are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -112,14 +120,17 @@ def digits() -> ModuleType:
 
 @pytest.fixture
 def run_demo(digits, tmp_path, monkeypatch) -> Callable[..., dict[str, Any]]:
-    """Run the example in this process, too short to keep its promise, and return the checkpoint it wrote."""
+    """Run the example in this process, too short to keep its promise, and return the weights it saved last."""
 
-    def run(*, epochs: int = 1, seed: int = 0, promised_accuracy: float = 0.0) -> dict[str, Any]:
+    def run(
+        *, epochs: int = 1, seed: int = 0, promised_accuracy: float = 0.0, resume: bool = False
+    ) -> dict[str, torch.Tensor]:
         monkeypatch.setattr(digits, "PROMISED_ACCURACY", promised_accuracy)
         options = {"--epochs": epochs, "--seed": seed, "--device": "cpu", "--output": tmp_path}
-        monkeypatch.setattr(sys, "argv", ["digits.py", *(str(part) for option in options.items() for part in option)])
+        arguments = [str(part) for option in options.items() for part in option]
+        monkeypatch.setattr(sys, "argv", ["digits.py", *arguments, *(["--resume"] if resume else [])])
         digits.main()
-        return torch.load(tmp_path / "best.pt", weights_only=True)
+        return load_file(list_checkpoints(tmp_path / "checkpoints")[0].path / "model.safetensors")
 
     return run
 
@@ -128,7 +139,7 @@ def run_demo(digits, tmp_path, monkeypatch) -> Callable[..., dict[str, Any]]:
 
 
 def test_the_example_of_the_readme_runs(tmp_path):
-    (source,) = re.findall(r"^```python\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+    source, *_ = re.findall(r"^```python\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
     assert len(source.splitlines()) <= 50, "it no longer fits a screen"
     script = tmp_path / "example.py"
     script.write_text(source, encoding="utf-8")

@@ -23,7 +23,12 @@ def client(notebook: nbformat.NotebookNode, allow_errors: bool = False) -> Noteb
 
 
 def test_there_are_notebooks():
-    assert [path.name for path in NOTEBOOKS] == ["01_quickstart.ipynb", "02_updates.ipynb", "03_parallel.ipynb"]
+    assert [path.name for path in NOTEBOOKS] == [
+        "01_quickstart.ipynb",
+        "02_updates.ipynb",
+        "03_parallel.ipynb",
+        "04_stop_and_resume.ipynb",
+    ]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)

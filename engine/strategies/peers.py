@@ -30,13 +30,13 @@ class Peers:
 
     Args:
         timeout_sec: of each collective; None: torch's default, 30 minutes.
-        tell_after_sec: how long a rank waits for others before the user is told. Not for a round that was begun with
-            ``start``: others may well be at work alone meanwhile.
+        tell_after_sec: how long a rank waits for others before the user is told, once.
     """
 
     def __init__(self, timeout_sec: float | None = None, tell_after_sec: float = 30.0) -> None:
         """Make the group. A collective."""
         self._tell_after_sec = tell_after_sec
+        self._has_told = False
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         timeout = None if timeout_sec is None else timedelta(seconds=timeout_sec)
@@ -79,8 +79,8 @@ class Peers:
         if largest != -negated:
             raise StrategyError(
                 f"the ranks have come apart: rank {self.rank} is at {what}, and another rank is not. Every rank must "
-                "start the same runs in the same order; an engine that runs on one rank alone, such as a validation "
-                'on rank 0, is declared so: Engine(..., strategy="single")'
+                "start the same runs in the same order, and make an update where the others do; an engine that runs on "
+                'one rank alone, such as a validation on rank 0, is declared so: Engine(..., strategy="single")'
             )
         return values
 
@@ -120,16 +120,24 @@ class Peers:
         """Wait until all ranks are here."""
         self.largest(what, [])
 
+    def tell_of_a_long_wait(self) -> None:
+        """Wait for the round that was begun, and say so if it takes long, once."""
+        if self._round is not None:
+            self._tell_of_a_long_wait(self._round[0], self._round[-1])
+
     def _tell_of_a_long_wait(self, what: str, work: Any) -> None:
-        if not _is_done_within(work, self._tell_after_sec):
-            _log.warning(
-                "rank %d has waited %g s at %s for the other ranks, which may never come: every rank must start the "
-                "same runs and make the same calls in the same order. An engine that runs on one rank alone, such as a "
-                'validation on rank 0, is declared so: Engine(..., strategy="single")',
-                self.rank,
-                self._tell_after_sec,
-                what,
-            )
+        if self._has_told or _is_done_within(work, self._tell_after_sec):
+            return
+        self._has_told = True
+        _log.warning(
+            "rank %d has waited %g s at %s for the other ranks. If one of them is at work alone, nothing is wrong; "
+            "else they may never come: every rank must start the same runs, and make the same updates and the same "
+            "collective calls (full_state_dict, gather, barrier, ...), in the same order. An engine that runs on one "
+            'rank alone, such as a validation on rank 0, is declared so: Engine(..., strategy="single")',
+            self.rank,
+            self._tell_after_sec,
+            what,
+        )
 
 
 def _is_done_within(work: Any, seconds: float) -> bool:

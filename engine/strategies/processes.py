@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import logging
 import os
 import sys
 import weakref
@@ -210,11 +211,20 @@ def _leave(made: weakref.ref[Any]) -> None:
     """End the group that was made here, at the end of the program.
 
     Not after an error: ranks that wait for this one must learn of it from the end of the process, which must come soon.
+    Nor are threads of gloo, which may be in the middle of a collective, taken down with the interpreter then: it would
+    now and then abort, and the job's report would say so instead of naming the error.
     """
-    if dist.is_initialized():
-        _forget_collectives_under_way()
-        if made() is dist.group.WORLD and getattr(sys, "last_value", None) is None:
+    if not dist.is_initialized():
+        return
+    _forget_collectives_under_way()
+    if getattr(sys, "last_value", None) is None:
+        if made() is dist.group.WORLD:
             dist.destroy_process_group()
+        return
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)  # the exit code of an error that nobody has caught
 
 
 def _forget_collectives_under_way() -> None:
