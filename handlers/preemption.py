@@ -60,16 +60,12 @@ class Preemption(Attachable):
         return 0 if self._received is None else 128 + self._received
 
     def _subscriptions(self) -> Sequence[Subscription]:
-        moments = Events.EPOCH_STARTED | Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED
-        return (
-            (Events.STARTED, self._begin),
-            (moments, self._stop),
-            (Events.TERMINATE, self._agree),
-        )
+        return ((Events.STARTED, self._begin), (Events.TERMINATE, self._agree))
 
     def _last_subscriptions(self) -> Sequence[Subscription]:
+        moments = Events.EPOCH_STARTED | Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED
         ends = Events.TERMINATE | Events.INTERRUPT | Events.COMPLETED | Events.EXCEPTION_RAISED
-        return ((ends, self._end),)
+        return ((moments, self._stop), (ends, self._end))
 
     def _begin(self, engine: Engine, batch: Any) -> None:
         if threading.current_thread() is not threading.main_thread():

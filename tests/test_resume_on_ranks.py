@@ -266,8 +266,8 @@ def test_a_signal_that_one_rank_hears_stops_all_with_a_checkpoint(tmp_path):
     import signal
 
     first, second = run_on_ranks(hear_a_signal, 2, str(tmp_path))
-    assert first == second == (5, 128 + signal.SIGUSR1, "terminated", signal.SIGUSR1)
-    assert [path.name for path in tmp_path.iterdir()] == ["0001_epoch_1_iteration_5"], (
+    assert first == second == (4, 128 + signal.SIGUSR1, "terminated", signal.SIGUSR1)
+    assert [path.name for path in tmp_path.iterdir()] == ["0001_epoch_1_iteration_4"], (
         "one after the one it was heard in"
     )
 
