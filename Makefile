@@ -33,6 +33,7 @@ bench: $(INSTALLED)
 	$(RUN) benchmarks/overhead.py
 	$(RUN) benchmarks/updates.py
 	$(RUN) benchmarks/parallel.py
+	$(RUN) benchmarks/checkpoints.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

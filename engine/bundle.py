@@ -50,10 +50,12 @@ def collect(engine: Any, copy: bool) -> Content | None:
     for part, state in states.items():
         weights[part] = {key: _on_host(one, copy) for key, one in state.items() if _is_for_safetensors(one)}
         others = {key: one for key, one in state.items() if not _is_for_safetensors(one)}
-        extra[part] = to_plain(f"the state of model {part!r}", others, copy=copy)
+        extra[part] = to_plain(f"the state of model {part!r}", others, copy=copy, host=True)
     training = {
-        "optimizers": to_plain("the state of an optimizer", optimizers, copy=copy),
-        "handlers": {name: to_plain(f"the state of {name}", state, copy=copy) for name, state in handlers.items()},
+        "optimizers": to_plain("the state of an optimizer", optimizers, copy=copy, host=True),
+        "handlers": {
+            name: to_plain(f"the state of {name}", state, copy=copy, host=True) for name, state in handlers.items()
+        },
         "ranks": [_without_doubles(state, ranks[0], rank) for rank, state in enumerate(ranks)],
         "data_world_size": strategy.data_world_size,
     }

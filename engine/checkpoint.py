@@ -6,6 +6,8 @@ import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from ._loop import IgniteLoop, Standing
 from .errors import CheckpointError, suggestion
 from .limits import Limits
@@ -91,8 +93,15 @@ def load_engine(
     load_metric_states(metrics, saved["metric_states"])
     status.updates = saved["updates"]
     status.updates_by_optimizer = dict(saved["updates_by_optimizer"])
-    declared.update(copy.deepcopy(dict(saved["fields"])))
+    declared.update({name: _where_it_was(value, declared[name]) for name, value in saved["fields"].items()})
     return limits, position
+
+
+def _where_it_was(saved: Any, present: Any) -> Any:
+    """Return a copy of a saved field; a tensor goes to the device that the present one is on."""
+    if isinstance(saved, Tensor) and isinstance(present, Tensor):
+        return saved.detach().to(present.device, copy=True)
+    return copy.deepcopy(saved)
 
 
 def _check_kinds(saved: Mapping[str, Any]) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+import torch
 from ignite.metrics import Metric
 from torch import nn
 
 from .errors import HandlerError
 from .events import Events
 from .metric_drivers import Driver, IgniteMetric, MetricsOverRanks, TorchMetric
+from .nested import map_nested
 from .records import is_recordable
 from .strategies import alone
 
@@ -67,7 +70,8 @@ def load_metric_states(metrics: Mapping[str, Any], states: Mapping[str, Any]) ->
                 continue
             metric = metrics[name]
             if isinstance(metric, Metric):
-                metric.load_state_dict(state)
+                to_device = partial(torch.Tensor.to, device=metric._device)  # on which it takes in what comes
+                metric.load_state_dict(map_nested(state, to_device))
             else:
                 metric.load_state_dict(dict(state), strict=False)  # a copy: torchmetrics empties it
                 for part in _parts_of(metric):

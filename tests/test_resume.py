@@ -152,6 +152,32 @@ def test_batches_that_were_seen_are_not_loaded_again(tmp_path):
     assert len(loaded) == 4 + validation, "the last batch of the epoch, and a validation"
 
 
+@pytest.mark.parametrize("kind", ["ignite", "torchmetrics", "a collection"])
+@pytest.mark.parametrize("stop_at", [2, 4])
+def test_metrics_that_are_half_way_through_an_epoch_go_on(tmp_path, kind, stop_at):
+    import torchmetrics
+    from ignite.metrics import Average
+
+    def make() -> Engine:
+        metric: Any = {
+            "ignite": lambda: Average(),
+            "torchmetrics": lambda: torchmetrics.MeanMetric(),
+            "a collection": lambda: torchmetrics.MetricCollection(
+                {"mean": torchmetrics.MeanMetric(), "largest": torchmetrics.MaxMetric()}
+            ),
+        }[kind]()
+        return Engine(lambda engine, batch: torch.tensor(float(batch)), metrics={"value": metric})
+
+    numbers = [8.0, 1.0, 5.0, 3.0, 2.0]
+    wanted = dict(make().run(numbers).metrics)
+    engine = make()
+    engine.run(numbers, max_iters=stop_at)
+    save_checkpoint(engine, tmp_path)
+    again = make()
+    resume(again, tmp_path)
+    assert dict(again.run(numbers, max_epochs=1).metrics) == wanted
+
+
 # ---------------------------------------------------------------------- limits
 
 

@@ -74,7 +74,15 @@ class Peers:
         return what, numbers, dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def _end(self, what: str, numbers: torch.Tensor, work: Any) -> list[int]:
-        work.wait()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise StrategyError(
+                f"rank {self.rank} was at {what} and has lost another rank, which has ended: by an error, which its "
+                "message tells, or as it had nothing more to do. Every rank must make the same runs, and the same "
+                "updates and collective calls; an engine that runs on one rank alone is declared so: "
+                'Engine(..., strategy="single")'
+            ) from error
         largest, negated, *values = numbers.tolist()
         if largest != -negated:
             raise StrategyError(
