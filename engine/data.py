@@ -135,7 +135,7 @@ class RunData:
             self.length = length
         replayed = resume if opened is not None and done else None
         if replayed is not None:
-            _skip(raw, done)
+            _skip(raw, done, draws_again=replayed.drawn or generators_now is None)
         if self.look_ahead and self.length is None:
             raw = self._ahead = LookAhead(raw, source, done, () if replayed is None else replayed.ahead)
         if replayed is not None and now is not None:
@@ -331,13 +331,18 @@ def _goes_on_by_itself(source: Any) -> bool:
     return isinstance(source, HeldIterator) and source.continued
 
 
-def _skip(raw: Iterator[Any], batches: int) -> None:
-    """Go past batches that are done, without loading them where nothing but their order is drawn.
+def _skip(raw: Iterator[Any], batches: int, draws_again: bool) -> None:
+    """Go past batches that are done, without loading them where that leaves everything as loading them would.
+
+    Args:
+        raw: the pass.
+        batches: how many.
+        draws_again: a batch is drawn after them before the generators are put back to where they were.
 
     Raises:
         DataError: there are fewer.
     """
-    passing = without_loading(raw) or raw
+    passing = without_loading(raw, draws_again) or raw
     for done in range(batches):
         if next(passing, _END) is _END:
             raise DataError(
