@@ -24,6 +24,7 @@ from .look_ahead import LookAhead
 from .position import Position
 from .rng import GeneratorStates, Moment, RandomState
 from .skipping import without_loading
+from .stateful import is_stateful, place_between, place_in, tell_doubts
 from .strategies import AlreadySharded, Shards, stated_length, tell_epoch
 
 __all__ = [
@@ -83,6 +84,8 @@ class RunData:
         self._ahead: LookAhead | None = None
         self._pass_began_at = 0
         self._opened: tuple[RandomState, GeneratorStates] | None = None
+        self._place_opened: Any = None  # of data that says itself where it stands, as are the batches it gives
+        self._drawn_from: Iterator[Any] | None = None
         self.raw: Iterator[Any] | None = None  # the present pass itself
         self._redrawn: list[Any] = []  # what was drawn for a pass that is taken up again, and has not been handed out
         self._ended = False
@@ -126,8 +129,13 @@ class RunData:
         self._workers = _has_workers(source)
         self._opened = None if now is None else (opened or now, GeneratorStates(source))
         self._pass_began_at = self.done() - done
+        has_place = self._load_place(source, resume)
         raw = iter(source)
         _refuse_consumed(raw, self.in_use)
+        if self.record and is_stateful(source):
+            self._drawn_from = raw
+            if self._place_opened is None:
+                self._place_opened = place_in(source, raw)
         self.raw, self.length = raw, stated_length(source)
         if self.shards is not None:
             if self.length != length:
@@ -135,7 +143,9 @@ class RunData:
             self.length = length
         replayed = resume if opened is not None and done else None
         if replayed is not None:
-            _skip(raw, done, draws_again=replayed.drawn or generators_now is None)
+            tell_doubts(source, has_place, replayed.workers)
+            if not has_place:
+                _skip(raw, done, draws_again=replayed.drawn or generators_now is None)
         if self.look_ahead and self.length is None:
             raw = self._ahead = LookAhead(raw, source, done, () if replayed is None else replayed.ahead)
         if replayed is not None and now is not None:
@@ -145,6 +155,17 @@ class RunData:
             _restore(generators_now, source)
         self.resume = None
         return self._batches(raw, done > 0)
+
+    def _load_place(self, source: Any, resume: Position | None) -> bool:
+        """Put data that says itself where it stands where it was; return whether that leaves no batch to go past."""
+        self._place_opened = None
+        if resume is None or not is_stateful(source) or (resume.opened is None and not resume.is_saved):
+            return False  # between two passes a run may be given other data, and this one stands where it stood
+        self._place_opened = resume.place_opened
+        place = resume.place_opened if resume.place is None else resume.place
+        if place is not None:
+            source.load_state_dict(copy.deepcopy(place))
+        return resume.place is not None
 
     def _take_back(self, source: Any, resume: Position) -> GeneratorStates | None:
         """Let data have its workers and generators as when its pass was opened; return the generators as they are now.
@@ -218,16 +239,24 @@ class RunData:
         done = self.done() - self._pass_began_at if self._opened else 0
         source = self.data if self.source is None else self.source
         drawn = self._ended or self._failed or bool(self._redrawn) or self.in_work()
+        drawn = bool(self._opened) and drawn
         return Position(
             batches=done,
-            drawn=bool(self._opened) and drawn,
+            drawn=drawn,
             opened=opened,
             generators=generators,
             random=RandomState(),
             generators_now=None if self._failed else GeneratorStates(source),
             workers=self._workers if self._opened else _has_workers(source),
             ahead=() if self._ahead is None else self._ahead.moments(done),
+            place_opened=self._place_opened if self._opened else None,
+            place=None if drawn or self._ahead is not None else self._place(source),
         )
+
+    def _place(self, source: Any) -> Any:
+        if self._opened and self._drawn_from is not None:
+            return place_in(source, self._drawn_from)
+        return place_between(source) if not self._opened and is_stateful(source) else None
 
     def close(self) -> None:
         """Let go of the present pass: the run stands between two. Worker processes that belong to it end."""
@@ -236,7 +265,7 @@ class RunData:
             self.source.held += self._ahead.waiting()
         persistent = getattr(self.source, "persistent_workers", False)
         self._opened, self._ended, self._failed, self._is_over = None, False, False, False
-        self._ahead, self._redrawn, self._ghost = None, [], []
+        self._ahead, self._redrawn, self._ghost, self._drawn_from = None, [], [], None
         shut_down = getattr(raw, "_shutdown_workers", None)
         if shut_down is not None and not persistent:
             shut_down()  # an error's traceback may keep the iterator, and its workers with it

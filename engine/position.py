@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .plain import to_plain
 from .rng import GeneratorStates, Moment, RandomState
 
 __all__ = ["Position"]
@@ -24,6 +25,9 @@ class Position:
         generators_now: the states of the data's own generators now; None where drawing a batch has failed half-way.
         workers: whether persistent workers are there already when the pass is opened: a loader with new ones draws a
             seed for them.
+        place_opened: of data that says itself where it stands, what it said when the pass was opened.
+        place: what it says now; None where more was drawn than is done.
+        is_saved: it comes from a state dictionary, so the data was built anew.
         ahead: for each batch that is drawn and not done, in a run that looks ahead, the random state before it.
     """
 
@@ -35,6 +39,9 @@ class Position:
     generators_now: GeneratorStates | None
     workers: bool
     ahead: tuple[Moment, ...] = ()
+    place_opened: Any = None
+    place: Any = None
+    is_saved: bool = False
 
     @classmethod
     def between_passes(cls) -> Position:
@@ -52,6 +59,8 @@ class Position:
             "generators_now": None if self.generators_now is None else self.generators_now.state_dict(),
             "workers": self.workers,
             "ahead": [moment.state_dict() for moment in self.ahead],
+            "place_opened": to_plain("what the data's state_dict() returned", self.place_opened),
+            "place": to_plain("what the data's state_dict() returned", self.place),
         }
 
     @classmethod
@@ -67,4 +76,7 @@ class Position:
             generators_now=None if generators_now is None else GeneratorStates.from_state_dict(generators_now),
             workers=state["workers"],
             ahead=tuple(Moment.from_state_dict(moment) for moment in state["ahead"]),
+            place_opened=state["place_opened"],
+            place=state["place"],
+            is_saved=True,
         )

@@ -14,6 +14,7 @@ from ignite.metrics import Average, Loss
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from pellucid.engine import Engine, Events, resume
 from pellucid.handlers import EMA, Checkpoint, EarlyStopping, History, LRSchedule, Validate
@@ -45,6 +46,10 @@ def loader_with_workers() -> DataLoader[Any]:
 
 def loader_with_generator() -> DataLoader[Any]:
     return DataLoader(Augmented(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(5))
+
+
+def stateful_loader() -> StatefulDataLoader[Any]:
+    return StatefulDataLoader(Augmented(), batch_size=BATCH, shuffle=True)
 
 
 @dataclass

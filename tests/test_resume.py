@@ -15,13 +15,19 @@ from resuming import (
     loader_with_generator,
     loader_with_workers,
     plain_loader,
+    stateful_loader,
 )
 
 from pellucid.engine import CheckpointError, Engine, Events, LimitError, RunError, resume, save_checkpoint
 from pellucid.handlers import Checkpoint, EarlyStopping
 
 NEVER = Events.ITERATION_COMPLETED(once=10**6)
-LOADERS = {"plain": plain_loader, "workers": loader_with_workers, "own generator": loader_with_generator}
+LOADERS = {
+    "plain": plain_loader,
+    "workers": loader_with_workers,
+    "own generator": loader_with_generator,
+    "stateful": stateful_loader,
+}
 
 
 def stop(training: Training, iteration: int, how: str) -> None:
@@ -72,9 +78,14 @@ def test_a_run_stopped_at_any_iteration_in_any_way_ends_the_same(tmp_path, itera
     finish(resumed, "plain")
 
 
-@pytest.mark.parametrize("loader", ["workers", "own generator"])
-@pytest.mark.parametrize("iteration", [3, 8, 13])
-def test_loaders_with_workers_and_generators_go_on_where_they_were(tmp_path, loader, iteration):
+@pytest.mark.parametrize(
+    ("loader", "iteration"),
+    [
+        *(("workers", iteration) for iteration in (1, 3, 4, 8, 13, 15)),
+        *((loader, iteration) for loader in ("own generator", "stateful") for iteration in range(1, ITERATIONS + 1)),
+    ],
+)
+def test_loaders_of_every_kind_go_on_where_they_were(tmp_path, loader, iteration):
     stop(Training(tmp_path, make_loader=LOADERS[loader]), iteration, "terminate")
     resumed = Training(tmp_path, seed=99, make_loader=LOADERS[loader])
     assert resumed.resume().iteration == iteration
