@@ -1,29 +1,39 @@
 """Handlers: ready-made parts that are attached to an engine and listen to its events."""
 
 from .checkpoint import Checkpoint
+from .csv_logger import CSVLogger
 from .early_stopping import EarlyStopping
 from .ema import EMA
 from .gradient_clip import GradientClip
 from .history import History, HistoryRow
+from .json_lines_logger import JSONLinesLogger
 from .lr_finder import LRFinder, LRFinderResult
 from .lr_schedule import LRSchedule
+from .mlflow_logger import MLflowLogger
 from .preemption import Preemption
 from .progress_bar import ProgressBar
+from .tensorboard_logger import TensorBoardLogger
 from .terminate_on_nan import TerminateOnNan
 from .validate import Validate
+from .wandb_logger import WandbLogger
 
 __all__ = [
     "EMA",
+    "CSVLogger",
     "Checkpoint",
     "EarlyStopping",
     "GradientClip",
     "History",
     "HistoryRow",
+    "JSONLinesLogger",
     "LRFinder",
     "LRFinderResult",
     "LRSchedule",
+    "MLflowLogger",
     "Preemption",
     "ProgressBar",
+    "TensorBoardLogger",
     "TerminateOnNan",
     "Validate",
+    "WandbLogger",
 ]
