@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -14,6 +15,8 @@ from ._logger import Counts, Logger
 from ._output import Output
 
 __all__ = ["FileLogger"]
+
+logger = logging.getLogger("pellucid.handlers")
 
 
 class FileLogger(Logger):
@@ -54,16 +57,18 @@ class FileLogger(Logger):
             self._keep = None  # from now on the file is this logger's
             return
         if self._keep == 0:
-            self._counts = self._last_counts()
+            self._begin_with_evaluation(self._file.last_line().decode(errors="replace"))
         self._file.open(None)
 
-    def _last_counts(self) -> Counts:
-        """Return where an earlier training stood, as the file says."""
-        line = self._file.last_line().decode(errors="replace")
+    def _begin_with_evaluation(self, last_line: str) -> None:
+        """Stand where an earlier training stood, as the file says; without one the file is this logger's."""
+        if not last_line:
+            self._keep = None
+            return
         try:
-            return self._parse(line) if line else Counts()
+            self._counts = self._parse(last_line)
         except (ValueError, LookupError, TypeError):
-            return Counts()  # edited by hand
+            logger.warning("%s ends with no line of ours, %r: what comes is written at 0", self.path, last_line)
 
     def _write(self, counts: Counts, numbers: Mapping[str, int | float]) -> None:
         lines = "".join(self._line(counts, name, value) for name, value in numbers.items())
