@@ -85,7 +85,9 @@ def test_a_resumed_run_goes_on_with_the_same_mlflow_run(tmp_path):
     assert of_name(MLFLOW.read(tmp_path), "train/loss") == [(n, float(n)) for n in range(1, 7)]
 
 
-def test_the_database_that_is_mlflows_default_needs_no_more_than_the_extra(tmp_path, recwarn):
+# MLflow uses what SQLAlchemy has deprecated since
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+def test_the_database_that_is_mlflows_default_needs_no_more_than_the_extra(tmp_path):
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     trainer = make_trainer()
     log = MLflowLogger(uri, output="loss", every=1).attach(trainer)
