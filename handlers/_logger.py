@@ -61,7 +61,11 @@ class Logger(Attachable):
         if self._output:
             event = Events.ITERATION_COMPLETED(every=self._every)
             subscriptions.append((event, self._log_output))
-        return subscriptions
+        return (*subscriptions, *self._more_subscriptions())
+
+    def _more_subscriptions(self) -> Sequence[Subscription]:
+        """Return what only this kind of logger listens to."""
+        return ()
 
     def _last_subscriptions(self) -> Sequence[Subscription]:
         return ((Events.EPOCH_COMPLETED, self._flush_epoch), (_END, self._end_run))

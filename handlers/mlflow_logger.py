@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..engine import Engine
-from ._logger import Counts, Logger
 from ._optional import import_optional
 from ._output import Output
-from ._tracking import check_hparams, check_run_id
+from ._tracking import Row, TrackingLogger
 
 __all__ = ["MLflowLogger"]
 
-_MOST_WAITING = 500  # MLflow takes 1000 metrics in one request
-_FLUSH_SEC = 10.0
+_MOST_AT_ONCE = 1000  # metrics in one request, as MLflow allows
 _STATUS = {"completed": "FINISHED", "terminated": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 _NOT_ALLOWED = re.compile(r"[^\w\-. /]")
 
 
-class MLflowLogger(Logger):
+class MLflowLogger(TrackingLogger):
     """Write every recorded metric, and values of the training step's output, into a run of MLflow.
 
-    Numbers are sent together, at the latest after 10 s, at each epoch's end and at the run's. When ``run`` returns the
-    MLflow run is FINISHED, KILLED after Ctrl-C or ``interrupt``, FAILED after an error; a next ``run`` goes on with it,
-    as does one resumed from a checkpoint. MLflow deletes nothing: what a killed process wrote after its last checkpoint
-    is there twice then. Only rank 0 writes.
+    Numbers are sent together: at an epoch's end, at the run's, and at the first one after 10 s. When ``run`` returns,
+    the MLflow run is FINISHED, KILLED after Ctrl-C or ``interrupt``, FAILED after an error; a next ``run`` goes on with
+    it, as does one resumed from a checkpoint. MLflow deletes nothing: what a killed process wrote after its last
+    checkpoint is there twice then. Only rank 0 writes.
 
     Args:
         tracking_uri: such as ``"sqlite:///mlflow.db"`` or a server's address; None: as MLflow is set up.
@@ -44,8 +41,8 @@ class MLflowLogger(Logger):
         ImportError: mlflow is not installed.
 
     Example:
-        >>> log = MLflowLogger("sqlite:///mlflow.db", experiment="digits", output="loss")  # doctest: +SKIP
-        >>> log.attach(trainer)  # doctest: +SKIP
+        >>> log = MLflowLogger("sqlite:///mlflow.db", experiment="digits", output="loss")
+        >>> log.attach(trainer)
     """
 
     def __init__(
@@ -61,35 +58,25 @@ class MLflowLogger(Logger):
         every: int = 100,
         prefix: str | None = None,
     ) -> None:
-        super().__init__(output=output, every=every, prefix=prefix)
+        super().__init__(run_id, hparams, output=output, every=every, prefix=prefix)
         if tracking_uri is not None and not isinstance(tracking_uri, str):
             raise TypeError(f"tracking_uri={tracking_uri!r}: a text was wanted, such as 'sqlite:///mlflow.db', or None")
         self._tracking_uri = tracking_uri
         self._experiment = experiment
         self._run_name = run_name
-        self._run_id = run_id
-        self._hparams = check_hparams(hparams)
         self._tags = dict(tags or {})
         self._tracking = import_optional("mlflow.tracking", user="MLflowLogger", extra="mlflow")
         self._entities = import_optional("mlflow.entities", user="MLflowLogger", extra="mlflow")
         self._client: Any = None
-        self._waiting: list[Any] = []
-        self._flushed_at_sec = 0.0
 
     @property
     def client(self) -> Any:
         """The ``mlflow.MlflowClient``, for artifacts and the like; None before something was written."""
         return self._client
 
-    @property
-    def run_id(self) -> str | None:
-        """The id of the MLflow run; None before something was written."""
-        return self._run_id
-
     def _open(self, engine: Engine, is_training: bool) -> None:
         if self._client is None:
             self._client = self._tracking.MlflowClient(tracking_uri=self._tracking_uri)
-        self._flushed_at_sec = time.monotonic()
         if self._run_id is not None:
             self._client.update_run(self._run_id, status="RUNNING")
             return
@@ -101,39 +88,20 @@ class MLflowLogger(Logger):
         if params:
             self._client.log_batch(self._run_id, params=params)
 
-    def _write(self, counts: Counts, numbers: Mapping[str, int | float]) -> None:
-        time_ms = int(time.time() * 1000)
-        self._waiting += [
-            self._entities.Metric(_NOT_ALLOWED.sub("_", name), value, time_ms, counts.iteration)
-            for name, value in numbers.items()
+    def _send(self, rows: Sequence[Row]) -> None:
+        metrics = [
+            self._entities.Metric(_NOT_ALLOWED.sub("_", name), value, int(row.time_sec * 1000), row.iteration)
+            for row in rows
+            for name, value in row.numbers.items()
         ]
-        if len(self._waiting) >= _MOST_WAITING or time.monotonic() - self._flushed_at_sec > _FLUSH_SEC:
-            self._flush()
-
-    def _flush(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        self._flushed_at_sec = time.monotonic()
-        for begin in range(0, len(waiting), _MOST_WAITING):
-            self._client.log_batch(self._run_id, metrics=waiting[begin : begin + _MOST_WAITING])
+        for begin in range(0, len(metrics), _MOST_AT_ONCE):
+            self._client.log_batch(self._run_id, metrics=metrics[begin : begin + _MOST_AT_ONCE])
 
     def _close(self, ending: str) -> None:
         try:
             self._flush()
         finally:
             self._client.set_terminated(self._run_id, status=_STATUS[ending])
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return where it stands, and the id of the MLflow run."""
-        return {**super().state_dict(), "run_id": self._run_id}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on with the MLflow run of an earlier ``state_dict()``.
-
-        Raises:
-            CheckpointError: it is none of such a logger.
-        """
-        super().load_state_dict(state_dict)
-        self._run_id = check_run_id("MLflowLogger", state_dict["run_id"])
 
     def __repr__(self) -> str:
         """Show where it writes, and what."""

@@ -78,11 +78,8 @@ class TensorBoardLogger(Logger):
         """The ``torch.utils.tensorboard.SummaryWriter``; None while nothing is written, and on other ranks."""
         return self._writer
 
-    def _subscriptions(self) -> Sequence[Subscription]:
-        subscriptions = super()._subscriptions()
-        if self._histograms is None:
-            return subscriptions
-        return (*subscriptions, (self._histograms, self._log_histograms))
+    def _more_subscriptions(self) -> Sequence[Subscription]:
+        return () if self._histograms is None else ((self._histograms, self._log_histograms),)
 
     # ------------------------------------------------------------------ what users write themselves
 

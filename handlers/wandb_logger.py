@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from ..engine import Engine
-from ._logger import Counts, Logger
 from ._optional import import_optional
 from ._output import Output
-from ._tracking import check_hparams, check_run_id
+from ._tracking import Row, TrackingLogger
 
 __all__ = ["WandbLogger"]
 
 _REPORTING = "WANDB_ERROR_REPORTING"
 
 
-class WandbLogger(Logger):
+class WandbLogger(TrackingLogger):
     """Write every recorded metric, and values of the training step's output, into a run of Weights & Biases.
 
-    The W&B run is finished however ``run`` is left; a next ``run`` goes on with it under the same id, as does one
-    resumed from a checkpoint. Only rank 0 writes.
+    Numbers are sent together: at an epoch's end, at the run's, at the first one after 10 s, and before you use
+    :attr:`run`. The W&B run is finished however ``run`` is left; a next ``run`` goes on with it under the same id, as
+    does one resumed from a checkpoint. Only rank 0 writes.
 
     With ``mode="offline"`` everything stays in a folder (``wandb sync`` sends it later): no connection is made, and the
     process that the client starts ends with the run.
@@ -43,8 +43,8 @@ class WandbLogger(Logger):
         ImportError: wandb is not installed.
 
     Example:
-        >>> log = WandbLogger("digits", mode="offline", output="loss")  # doctest: +SKIP
-        >>> log.attach(trainer)  # doctest: +SKIP
+        >>> log = WandbLogger("digits", mode="offline", output="loss")
+        >>> log.attach(trainer)
     """
 
     def __init__(
@@ -61,12 +61,11 @@ class WandbLogger(Logger):
         every: int = 100,
         prefix: str | None = None,
     ) -> None:
-        super().__init__(output=output, every=every, prefix=prefix)
+        super().__init__(run_id, hparams, output=output, every=every, prefix=prefix)
         if mode not in (None, "online", "offline", "disabled"):
             raise ValueError(f"mode={mode!r}: 'online', 'offline', 'disabled' or None was wanted")
-        self._project, self._name, self._directory, self._run_id = project, name, directory, run_id
+        self._project, self._name, self._directory = project, name, directory
         self._mode = mode
-        self._hparams = check_hparams(hparams)
         self._init = dict(init or {})
         self._wandb = import_optional("wandb", user="WandbLogger", extra="wandb")
         self._run: Any = None
@@ -74,12 +73,9 @@ class WandbLogger(Logger):
     @property
     def run(self) -> Any:
         """The ``wandb.Run``, for images, tables and the like; None while nothing is written, and on other ranks."""
+        if self._run is not None:
+            self._flush()  # W&B drops what comes at an earlier step than the last
         return self._run
-
-    @property
-    def run_id(self) -> str | None:
-        """The id of the W&B run; None before something was written."""
-        return self._run_id
 
     def _is_offline(self) -> bool:
         return (self._mode or os.environ.get("WANDB_MODE")) == "offline"
@@ -95,31 +91,19 @@ class WandbLogger(Logger):
             self._run = self._wandb.init(config=self._hparams, reinit="create_new", **(arguments | self._init))
         self._run_id = self._run.id
 
-    def _write(self, counts: Counts, numbers: Mapping[str, int | float]) -> None:
-        self._run.log(dict(numbers), step=counts.iteration)
-
-    def _flush(self) -> None:
-        """Do nothing: the client sends by itself."""
+    def _send(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._run.log(dict(row.numbers), step=row.iteration)
 
     def _close(self, ending: str) -> None:
-        run, self._run = self._run, None
-        run.finish(exit_code=0 if ending in ("completed", "terminated") else 1)
+        try:
+            self._flush()
+        finally:
+            run, self._run = self._run, None
+            run.finish(exit_code=0 if ending in ("completed", "terminated") else 1)
         # the process that the client started serves all its runs of this process
         if self._is_offline() and getattr(self._wandb.setup(), "most_recent_active_run", None) is None:
             self._wandb.teardown()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return where it stands, and the id of the W&B run."""
-        return {**super().state_dict(), "run_id": self._run_id}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on with the W&B run of an earlier ``state_dict()``.
-
-        Raises:
-            CheckpointError: it is none of such a logger.
-        """
-        super().load_state_dict(state_dict)
-        self._run_id = check_run_id("WandbLogger", state_dict["run_id"])
 
     def __repr__(self) -> str:
         """Show where it writes, and what."""

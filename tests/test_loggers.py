@@ -307,3 +307,30 @@ def test_a_logger_is_attached_to_an_engine_once(tmp_path):
     log = CSVLogger(tmp_path / "metrics.csv").attach(trainer)
     with pytest.raises(HandlerError, match="twice"):
         log.attach(trainer)
+
+
+# ---- the page
+
+
+def test_the_code_of_the_page_runs(tmp_path, monkeypatch, model, loader):
+    import re
+
+    page = (Path(__file__).parents[1] / "docs" / "loggers.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+
+    def step(engine, batch):
+        loss = torch.nn.functional.cross_entropy(engine.model(batch[0]), batch[1])
+        engine.backward(loss)
+        engine.update()
+        return {"loss": loss}
+
+    trainer = Engine(step, model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    names = {"trainer": trainer, "train_loader": loader, "torch": torch}
+    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(block, names)
+    trainer.run(loader, max_epochs=3)
+    table = Path("runs/digits/metrics.csv").read_text()
+    assert "train/loss" in table and ",lr,0.1" in table
+    assert list(Path("runs/pictures").glob("events*"))
