@@ -34,6 +34,7 @@ bench: $(INSTALLED)
 	$(RUN) benchmarks/updates.py
 	$(RUN) benchmarks/parallel.py
 	$(RUN) benchmarks/checkpoints.py
+	$(RUN) benchmarks/loggers.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
