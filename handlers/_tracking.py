@@ -1,36 +1,19 @@
-"""What the loggers share that write into a run of a tracking service: its id, hyper-parameters, sending in bursts."""
+"""What the loggers share that write into a run of a tracking service: its id and hyper-parameters."""
 
 from __future__ import annotations
 
-import time
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 from ..engine import CheckpointError
-from ._logger import Counts, Logger
+from ._logger import Logger
 from ._output import Output
 
-__all__ = ["Row", "TrackingLogger", "check_hparams"]
-
-_MOST_WAITING = 200
-_LONGEST_WAIT_SEC = 10.0
-
-
-class Row(NamedTuple):
-    """What was written at one moment."""
-
-    time_sec: float
-    iteration: int
-    numbers: Mapping[str, int | float]
+__all__ = ["TrackingLogger", "check_hparams"]
 
 
 class TrackingLogger(Logger):
-    """A logger that writes into a run of a service, which goes on under its id.
-
-    Numbers are sent together, which costs a fraction of sending each: at 200 moments that wait, after 10 s, and at an
-    epoch's end and the run's.
-    """
+    """A logger that writes into a run of a service, which goes on under its id."""
 
     def __init__(
         self,
@@ -44,30 +27,11 @@ class TrackingLogger(Logger):
         super().__init__(output=output, every=every, prefix=prefix)
         self._run_id = run_id
         self._hparams = check_hparams(hparams)
-        self._waiting: list[Row] = []
-        self._send_at_sec = 0.0
 
     @property
     def run_id(self) -> str | None:
         """The id of the service's run; None before something was written."""
         return self._run_id
-
-    def _write(self, counts: Counts, numbers: Mapping[str, int | float]) -> None:
-        now_sec = time.time()
-        if not self._waiting:
-            self._send_at_sec = now_sec + _LONGEST_WAIT_SEC
-        self._waiting.append(Row(now_sec, counts.iteration, numbers))
-        if len(self._waiting) >= _MOST_WAITING or now_sec >= self._send_at_sec:
-            self._flush()
-
-    def _flush(self) -> None:
-        rows, self._waiting = self._waiting, []
-        if rows:
-            self._send(rows)
-
-    @abstractmethod
-    def _send(self, rows: Sequence[Row]) -> None:
-        """Send what has waited."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the training stands, and the id of the service's run."""

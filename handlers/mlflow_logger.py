@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Mapping
 from typing import Any
 
 from ..engine import Engine
+from ._logger import Counts
 from ._optional import import_optional
 from ._output import Output
-from ._tracking import Row, TrackingLogger
+from ._tracking import TrackingLogger
 
 __all__ = ["MLflowLogger"]
 
-_MOST_AT_ONCE = 1000  # metrics in one request, as MLflow allows
+_MOST_AT_ONCE = 500  # of 1000 metrics that MLflow takes in one request
+_LONGEST_WAIT_SEC = 10.0
 _STATUS = {"completed": "FINISHED", "terminated": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 _NOT_ALLOWED = re.compile(r"[^\w\-. /]")
 
@@ -68,6 +71,8 @@ class MLflowLogger(TrackingLogger):
         self._tracking = import_optional("mlflow.tracking", user="MLflowLogger", extra="mlflow")
         self._entities = import_optional("mlflow.entities", user="MLflowLogger", extra="mlflow")
         self._client: Any = None
+        self._waiting: list[Any] = []
+        self._send_at_sec = 0.0
 
     @property
     def client(self) -> Any:
@@ -88,14 +93,21 @@ class MLflowLogger(TrackingLogger):
         if params:
             self._client.log_batch(self._run_id, params=params)
 
-    def _send(self, rows: Sequence[Row]) -> None:
-        metrics = [
-            self._entities.Metric(_NOT_ALLOWED.sub("_", name), value, int(row.time_sec * 1000), row.iteration)
-            for row in rows
-            for name, value in row.numbers.items()
+    def _write(self, counts: Counts, numbers: Mapping[str, int | float]) -> None:
+        now_sec = time.time()
+        if not self._waiting:
+            self._send_at_sec = now_sec + _LONGEST_WAIT_SEC
+        self._waiting += [
+            self._entities.Metric(_NOT_ALLOWED.sub("_", name), value, int(now_sec * 1000), counts.iteration)
+            for name, value in numbers.items()
         ]
-        for begin in range(0, len(metrics), _MOST_AT_ONCE):
-            self._client.log_batch(self._run_id, metrics=metrics[begin : begin + _MOST_AT_ONCE])
+        if len(self._waiting) >= _MOST_AT_ONCE or now_sec >= self._send_at_sec:
+            self._flush()
+
+    def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for begin in range(0, len(waiting), _MOST_AT_ONCE):
+            self._client.log_batch(self._run_id, metrics=waiting[begin : begin + _MOST_AT_ONCE])
 
     def _close(self, ending: str) -> None:
         try:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from ..engine import Engine
+from ._logger import Counts
 from ._optional import import_optional
 from ._output import Output
-from ._tracking import Row, TrackingLogger
+from ._tracking import TrackingLogger
 
 __all__ = ["WandbLogger"]
 
@@ -20,9 +21,8 @@ _REPORTING = "WANDB_ERROR_REPORTING"
 class WandbLogger(TrackingLogger):
     """Write every recorded metric, and values of the training step's output, into a run of Weights & Biases.
 
-    Numbers are sent together: at an epoch's end, at the run's, at the first one after 10 s, and before you use
-    :attr:`run`. The W&B run is finished however ``run`` is left; a next ``run`` goes on with it under the same id, as
-    does one resumed from a checkpoint. Only rank 0 writes.
+    The W&B run is finished however ``run`` is left; a next ``run`` goes on with it under the same id, as does one
+    resumed from a checkpoint. Only rank 0 writes.
 
     With ``mode="offline"`` everything stays in a folder (``wandb sync`` sends it later): no connection is made, and the
     process that the client starts ends with the run.
@@ -73,8 +73,6 @@ class WandbLogger(TrackingLogger):
     @property
     def run(self) -> Any:
         """The ``wandb.Run``, for images, tables and the like; None while nothing is written, and on other ranks."""
-        if self._run is not None:
-            self._flush()  # W&B drops what comes at an earlier step than the last
         return self._run
 
     def _is_offline(self) -> bool:
@@ -91,16 +89,15 @@ class WandbLogger(TrackingLogger):
             self._run = self._wandb.init(config=self._hparams, reinit="create_new", **(arguments | self._init))
         self._run_id = self._run.id
 
-    def _send(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            self._run.log(dict(row.numbers), step=row.iteration)
+    def _write(self, counts: Counts, numbers: Mapping[str, int | float]) -> None:
+        self._run.log(dict(numbers), step=counts.iteration)
+
+    def _flush(self) -> None:
+        """Do nothing: the client sends by itself."""
 
     def _close(self, ending: str) -> None:
-        try:
-            self._flush()
-        finally:
-            run, self._run = self._run, None
-            run.finish(exit_code=0 if ending in ("completed", "terminated") else 1)
+        run, self._run = self._run, None
+        run.finish(exit_code=0 if ending in ("completed", "terminated") else 1)
         # the process that the client started serves all its runs of this process
         if self._is_offline() and getattr(self._wandb.setup(), "most_recent_active_run", None) is None:
             self._wandb.teardown()

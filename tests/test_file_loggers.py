@@ -13,8 +13,9 @@ import pandas
 import pytest
 import torch
 from logging_back_ends import CSV, JSON_LINES, make_evaluator, make_trainer, of_name, validate
+from ranks import run_on_ranks
 
-from pellucid.engine import CheckpointError, Events, HandlerError, resume
+from pellucid.engine import CheckpointError, Engine, Events, HandlerError, resume
 from pellucid.handlers import Checkpoint, CSVLogger, JSONLinesLogger, Validate
 
 HEADER = "epoch,iteration,updates,name,value\n"
@@ -242,3 +243,22 @@ def test_rows_are_json(tmp_path):
     assert [*map(json.loads, log.path.read_text().splitlines())] == [
         {"epoch": 1, "iteration": 1, "updates": 0, "name": "train/loss", "value": 1.0}
     ]
+
+
+# ---- on ranks
+
+
+def train_on_ranks(folder: str) -> None:
+    for epochs in (2, 3):
+        trainer = Engine(lambda engine, batch: {"loss": float(engine.state.iteration)}, strategy="ddp")
+        CSVLogger(Path(folder) / "metrics.csv", output="loss", every=1).attach(trainer)
+        Checkpoint(Path(folder) / "saved", n_saved=9).attach(trainer)
+        if epochs == 3:
+            resume(trainer, next((Path(folder) / "saved").glob("0001_*")))
+        trainer.run(range(4), max_epochs=epochs)
+
+
+def test_ranks_resume_one_file(tmp_path):
+    run_on_ranks(train_on_ranks, 2, str(tmp_path))
+    assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+    assert pandas.read_csv(tmp_path / "metrics.1.csv")["iteration"].tolist() == [3, 4]
