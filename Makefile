@@ -20,7 +20,7 @@ demo: $(INSTALLED)
 	$(RUN) examples/digits.py
 
 test: $(INSTALLED) $(IGNITE_SUITE)
-	$(VENV)/bin/pytest
+	$(VENV)/bin/pytest --numprocesses 2 --dist loadfile
 
 check: $(INSTALLED)
 	$(RUN) -m ruff check .

@@ -69,7 +69,7 @@ def attach_filtered(events, name, filters):
 
 @pytest.mark.parametrize("events", [Events, IgniteEvents])
 @pytest.mark.parametrize("name", COUNTED)
-@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("filters", FILTERS, ids=lambda filters: "-".join(filters))
 def test_a_filter_lets_through_what_ignites_does(name, filters, events):
     theirs = firings(ignite.engine.Engine, attach_filtered(IgniteEvents, name, filters))
     assert firings(Engine, attach_filtered(events, name, filters)) == theirs

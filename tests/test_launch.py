@@ -40,12 +40,15 @@ class StubbornError(Exception):
 
 
 @pytest.fixture(autouse=True)
-def everything_as_before() -> Iterator[None]:
-    before, others = state(), set(children())
-    yield
-    gc.collect()
-    assert state() == before
-    assert set(children()) - others == set()
+def everything_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with tempfile.TemporaryDirectory() as folder:  # a short name, as sockets need, and no other test's files in it
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        before, others = state(), set(children())
+        yield
+        gc.collect()
+        assert state() == before
+        assert set(children()) - others == set()
 
 
 def state() -> tuple[Any, ...]:
