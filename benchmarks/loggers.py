@@ -97,9 +97,9 @@ def mlflow_by_hand(engine: Engine, uri: str) -> None:
 def tensorboard_by_hand(engine: Engine, folder: Path) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
-    write_by_hand(engine, lambda value, step: writer.add_scalar("train/loss", value, step))  # type: ignore[no-untyped-call]
-    engine.add_event_handler(Events.COMPLETED, lambda engine, batch: writer.close())  # type: ignore[no-untyped-call]
+    writer = SummaryWriter(str(folder))
+    write_by_hand(engine, lambda value, step: writer.add_scalar("train/loss", value, step))
+    engine.add_event_handler(Events.COMPLETED, lambda engine, batch: writer.close())
 
 
 def quiet_wandb() -> dict[str, Any]:
