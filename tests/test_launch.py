@@ -40,10 +40,11 @@ class StubbornError(Exception):
 
 
 @pytest.fixture(autouse=True)
-def everything_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with tempfile.TemporaryDirectory() as folder:  # a short name, as sockets need, and no other test's files in it
-        monkeypatch.setenv("TMPDIR", folder)
-        monkeypatch.setattr(tempfile, "tempdir", folder)
+def everything_as_before() -> Iterator[None]:
+    # a folder with a short name, as sockets need, and without other tests' files
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as around:
+        around.setenv("TMPDIR", folder)
+        around.setattr(tempfile, "tempdir", folder)
         before, others = state(), set(children())
         yield
         gc.collect()
