@@ -25,7 +25,7 @@ def is_stateful(source: Any) -> bool:
 
 def place_in(source: Any, batches: Iterator[Any]) -> Any:
     """Return where a pass stands: as its iterator says, which another run over the same data does not change."""
-    teller = batches if callable(getattr(batches, "state_dict", None)) else source
+    teller: Any = batches if callable(getattr(batches, "state_dict", None)) else source
     return copy.deepcopy(teller.state_dict())
 
 

@@ -72,7 +72,8 @@ def stopped_at(iteration: int, how: Any, loader: Any) -> Engine:
 
 def outcome(engine: Engine) -> dict[str, Any]:
     state = engine.state
-    return {"seen": state.seen, "drawn": state.drawn, "at": (state.epoch, state.iteration), "rng": torch.get_rng_state()}
+    counts = (state.epoch, state.iteration)
+    return {"seen": state.seen, "drawn": state.drawn, "at": counts, "rng": torch.get_rng_state()}
 
 
 LOADERS = {
