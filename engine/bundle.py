@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from .errors import CheckpointError, suggestion
@@ -48,9 +49,11 @@ def collect(engine: Any, copy: bool) -> Content | None:
         return None
     weights, extra = {}, {}
     for part, state in states.items():
+        what = f"the state of model {part!r}" if part else "the model's state"
+        _refuse_lazy(what, state)
         weights[part] = {key: _on_host(one, copy) for key, one in state.items() if _is_for_safetensors(one)}
         others = {key: one for key, one in state.items() if not _is_for_safetensors(one)}
-        extra[part] = to_plain(f"the state of model {part!r}", others, copy=copy, host=True)
+        extra[part] = to_plain(what, others, copy=copy, host=True)
     training = {
         "optimizers": to_plain("the state of an optimizer", optimizers, copy=copy, host=True),
         "handlers": {
@@ -95,6 +98,15 @@ def _handlers(engine: Any) -> dict[str, Any]:
             number += 1
         found[key] = one
     return found
+
+
+def _refuse_lazy(what: str, state: Mapping[str, Any]) -> None:
+    lazy = [key for key, value in state.items() if is_lazy(value)]
+    if lazy:
+        raise CheckpointError(
+            f"{what} has {_some(lazy)} without a shape yet, as lazy modules have before their first forward: call the "
+            "model once before it is saved"
+        )
 
 
 def _is_for_safetensors(value: Any) -> bool:
@@ -165,6 +177,8 @@ def check_weights(model: nn.Module, state: Mapping[str, Any], where: Any) -> Non
     _same_names(f"the weights in {where}", state, present)
     for key, value in state.items():
         mine = present[key]
+        if is_lazy(mine):
+            continue
         if isinstance(value, Tensor) and isinstance(mine, Tensor) and value.shape != mine.shape:
             raise CheckpointError(
                 f"the weights in {where} do not fit the model: {key!r} has the shape {tuple(value.shape)} there and "
@@ -176,8 +190,10 @@ def _check_optimizer(name: str, optimizer: Optimizer, saved: Any, where: Any) ->
     try:
         there = [len(group["params"]) for group in saved["param_groups"]]
         numbers = {number for group in saved["param_groups"] for number in group["params"]}
+        # under other keys than a parameter's number an optimizer keeps what belongs to none
         makes_sense = all(
-            isinstance(values, Mapping) and number in numbers for number, values in saved["state"].items()
+            not isinstance(key, int) or (key in numbers and isinstance(values, Mapping))
+            for key, values in saved["state"].items()
         )
     except (LookupError, TypeError, AttributeError):
         makes_sense = False
@@ -239,13 +255,17 @@ def _load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], strategy: St
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     parameters = dict(zip(numbers, held, strict=True))
     state = {
-        number: {
-            key: strategy.part_like(value, parameters[number]) if isinstance(value, Tensor) else value
-            for key, value in values.items()
-        }
-        for number, values in saved["state"].items()
+        key: _parts_like(values, parameters[key], strategy) if key in parameters else values
+        for key, values in saved["state"].items()
     }
     optimizer.load_state_dict({"state": state, "param_groups": saved["param_groups"]})
+
+
+def _parts_like(values: Mapping[str, Any], parameter: Tensor, strategy: Strategy) -> dict[str, Any]:
+    return {
+        key: strategy.part_like(value, parameter) if isinstance(value, Tensor) else value
+        for key, value in values.items()
+    }
 
 
 def _restore_handlers(engine: Any, saved: Mapping[str, Any], where: Any) -> Any:
@@ -331,8 +351,9 @@ def _at_the_same_place(
     if rank >= len(ranks):
         random = _another_way(random, rank)
     batches = position["batches"] * saved_shares // shares
-    # what had been drawn ahead was another share of the data
-    return {**state, "position": {**position, "batches": batches, "drawn": False, "ahead": [], "random": random}}
+    # what had been drawn ahead, and where the data says it stands, was another share of it
+    afresh = {"drawn": False, "ahead": [], "place": None, "place_opened": None}
+    return {**state, "position": {**position, **afresh, "batches": batches, "random": random}}
 
 
 def _another_way(random: dict[str, Any], rank: int) -> dict[str, Any]:

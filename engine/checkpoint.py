@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
-
-from torch import Tensor
 
 from ._loop import IgniteLoop, Standing
 from .errors import CheckpointError, suggestion
 from .limits import Limits
 from .metrics import load_metric_states, metric_states
-from .plain import to_plain
+from .plain import from_plain, to_plain
 from .position import Position
 from .records import MetricsView
 from .state import RunStatus
@@ -44,7 +41,7 @@ def save_engine(
         "max_iters": limits.max_iters,
         "epoch_length": limits.epoch_length,
         "stop_reason": loop.ending,
-        "fields": {name: to_plain(f"state field {name!r}", value) for name, value in declared.items()},
+        "fields": {name: to_plain(f"state field {name!r}", value, numpy=True) for name, value in declared.items()},
         "metrics": {name: to_plain(f"metric {name!r}", values[name]) for name in values},
         "metric_states": to_plain("a metric", metric_states(metrics)) if standing.epoch_open else {},
         "firings": dict(loop.firings),
@@ -93,15 +90,8 @@ def load_engine(
     load_metric_states(metrics, saved["metric_states"])
     status.updates = saved["updates"]
     status.updates_by_optimizer = dict(saved["updates_by_optimizer"])
-    declared.update({name: _where_it_was(value, declared[name]) for name, value in saved["fields"].items()})
+    declared.update({name: from_plain(value, declared[name]) for name, value in saved["fields"].items()})
     return limits, position
-
-
-def _where_it_was(saved: Any, present: Any) -> Any:
-    """Return a copy of a saved field; a tensor goes to the device that the present one is on."""
-    if isinstance(saved, Tensor) and isinstance(present, Tensor):
-        return saved.detach().to(present.device, copy=True)
-    return copy.deepcopy(saved)
 
 
 def _check_kinds(saved: Mapping[str, Any]) -> None:

@@ -130,6 +130,7 @@ class Checkpoint(Attachable):
     def _begin(self, engine: Engine, batch: Any) -> None:
         self._is_due, self._score = False, None
         self._run = engine.strategy.broadcast(self._run)
+        engine.state_dict()  # a declared field that cannot be saved is an error now, not when the first epoch is lost
         if engine.state.rank != 0:
             return
         clear_unfinished(self._directory)

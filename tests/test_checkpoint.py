@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import os
 import threading
+from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -23,6 +26,7 @@ from pellucid.engine import (
     list_checkpoints,
     load_weights,
     resume,
+    save_checkpoint,
 )
 from pellucid.handlers import EMA, Checkpoint
 
@@ -191,7 +195,9 @@ def test_a_save_that_fails_leaves_the_old_one_and_nothing_else(saved_once, tmp_p
 def test_what_a_safe_loader_would_not_read_is_refused_when_it_is_saved(saved_once, tmp_path):
     engine, _, before = saved_once
     engine.state.note = object()
-    with pytest.raises(CheckpointError, match="state field 'note' holds a object, which a safe loader would not read"):
+    with pytest.raises(
+        CheckpointError, match="state field 'note' holds a value of type object, which a safe loader would not read"
+    ):
         engine.run([0], max_epochs=2)
     assert names(tmp_path) == before
 
@@ -383,6 +389,72 @@ def test_weights_that_do_not_fit_a_plain_module_are_refused_and_leave_it_alone(t
         load_weights(nn.Linear(2, 3), tmp_path)
     with pytest.raises(CheckpointError, match="it is no checkpoint"):
         load_weights(nn.Linear(2, 3), tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        numpy.float32(0.1),
+        numpy.arange(3, dtype=numpy.int16),
+        OrderedDict(b=1, a=[numpy.float64(2.0)]),
+        Counter("aab"),
+        defaultdict(list, {1: [None, (2, {3})]}),
+        torch.float16,
+        torch.Size([1, 2]),
+        2**70,
+        b"bytes",
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_declared_field_comes_back_as_what_it_was(tmp_path, value):
+    Checkpoint(tmp_path).attach(engine := make_engine(state={"field": copy.deepcopy(value)}))
+    engine.run([0], max_epochs=1)
+    resumed = make_engine(state={"field": type(value)(list) if isinstance(value, defaultdict) else 0})
+    assert resume(resumed, tmp_path)
+    found = resumed.state.field
+    assert type(found) is type(value) and repr(found) == repr(value)
+    assert not isinstance(found, numpy.ndarray) or found.dtype == value.dtype
+
+
+def test_a_field_that_cannot_be_saved_is_an_error_before_the_first_step(tmp_path):
+    Checkpoint(tmp_path).attach(engine := make_engine(state={"path": tmp_path}))
+    with pytest.raises(CheckpointError, match="state field 'path' holds a value of type PosixPath"):
+        engine.run([0], max_epochs=1)
+    assert engine.state.iteration == 0
+
+
+def test_a_lazy_model_is_saved_once_it_has_shapes_and_loads_into_one_that_has_none(tmp_path):
+    def make() -> Engine:
+        return Engine(lambda engine, batch: engine.model(batch).sum(), nn.LazyLinear(2))
+
+    with pytest.raises(CheckpointError, match="the model's state has 'weight', 'bias' without a shape yet"):
+        save_checkpoint(make(), tmp_path)
+    saved = make()
+    saved.run([torch.ones(1, 3)], max_epochs=1)
+    save_checkpoint(saved, tmp_path)
+    assert resume(resumed := make(), tmp_path)
+    assert torch.equal(resumed.model.weight, saved.model.weight)
+
+
+def test_what_an_optimizer_keeps_beside_its_parameters_comes_back(tmp_path):
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            self.state["shared"] = {"steps": self.state.get("shared", {}).get("steps", 0) + 1}
+            return super().step(closure)
+
+    def make() -> Engine:
+        def step(engine: Engine, batch: Any) -> None:
+            engine.backward(engine.model(batch).sum())
+            engine.update()
+
+        model = nn.Linear(2, 1)
+        return Engine(step, model, optimizer=Counting(model.parameters(), lr=0.1))
+
+    saved = make()
+    saved.run([torch.ones(1, 2)] * 3, max_epochs=1)
+    save_checkpoint(saved, tmp_path)
+    assert resume(resumed := make(), tmp_path)
+    assert resumed.optimizer.state["shared"] == {"steps": 3}
 
 
 def test_averages_come_back(tmp_path):

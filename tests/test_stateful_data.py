@@ -172,5 +172,5 @@ def test_a_state_that_no_safe_loader_reads_is_refused_when_it_is_saved():
         def state_dict(self) -> dict[str, Any]:
             return {"at": object()}
 
-    with pytest.raises(CheckpointError, match=r"what the data's state_dict\(\) returned holds a object"):
+    with pytest.raises(CheckpointError, match=r"what the data's state_dict\(\) returned holds a value of type object"):
         stopped_at(2, terminate, Odd()).state_dict()
