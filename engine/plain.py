@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from .errors import CheckpointError
 __all__ = ["from_plain", "to_plain"]
 
 _AS_THEY_ARE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_KINDS: dict[type, Callable[[Any], Any]] = {OrderedDict: OrderedDict, Counter: Counter}
 _NUMPY = "NumPy's dtype"
 
 
@@ -40,14 +41,14 @@ def to_plain(what: str, value: Any, *, copy: bool = True, host: bool = False, nu
     if type(value) in (list, tuple, set):
         return type(value)(plain(item) for item in value)
     if isinstance(value, Mapping):
-        kind = type(value) if type(value) in (OrderedDict, Counter) else dict
-        return kind({key: plain(item) for key, item in value.items()})
+        items = {key: plain(item) for key, item in value.items()}
+        return _KINDS.get(type(value), dict)(items)
     if hasattr(value, "dtype") and hasattr(value, "tolist") and value.dtype.kind in "biufc":  # NumPy's
         converted = value.item() if value.ndim == 0 else torch.from_numpy(value.copy())
         return {_NUMPY: str(value.dtype), "value": converted} if numpy else converted
     raise CheckpointError(
-        f"{what} holds a value of type {type(value).__name__}, which a safe loader would not read: keep tensors, numbers, texts, "
-        "lists and dicts in what is to be saved"
+        f"{what} holds a value of type {type(value).__name__}, which a safe loader would not read: keep tensors, "
+        "numbers, texts, lists and dicts in what is to be saved"
     )
 
 
@@ -76,7 +77,7 @@ def from_plain(value: Any, present: Any = None) -> Any:
     items = {key: from_plain(item) for key, item in value.items()}
     if isinstance(present, defaultdict):
         return defaultdict(present.default_factory, items)
-    return type(value)(items) if type(value) in (OrderedDict, Counter) else items
+    return _KINDS.get(type(value), dict)(items)
 
 
 def _numpy_value(dtype: str, value: Any) -> Any:
