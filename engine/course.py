@@ -13,7 +13,7 @@ from typing import Any
 
 from ._loop import NO_BATCH, IgniteLoop, Standing
 from .agreement import Agreement, Heard
-from .data import EmptyDataError, HeldIterator, RunData, check_data, check_factory, is_factory
+from .data import EmptyDataError, HeldIterator, RunData, at_most, check_data, check_factory, is_factory
 from .errors import LimitError
 from .limits import Limits
 from .nesting import Running, active, as_found_again
@@ -72,6 +72,8 @@ class Course:
         limits = asked.over(self.limits if self._trains else Limits())
         if data is None and limits.epoch_length is None:
             raise LimitError("run() needs data, or epoch_length for a step that needs none")
+        if data is None and limits.batches is not None:
+            raise LimitError(f"limit_batches={limits.batches!r} is of the data, and there is none: give epoch_length")
         if is_factory(data):
             check_factory(data)
         elif data is not None:
@@ -95,7 +97,7 @@ class Course:
         status.parent = outer[-1].state if outer else None
         state.max_epochs, state.max_iters = limits.max_epochs, limits.max_iters
         loop.epoch_limit = limits.epoch_length
-        state.epoch_length = limits.epoch_length or self._expected_length(data)
+        state.epoch_length = limits.epoch_length or at_most(limits.batches, self._expected_length(data))
         state.dataloader = data
         loop._init_iter = state.epoch_iteration if loop.epoch_open else 0
         if data is not None:
@@ -187,6 +189,7 @@ class Course:
             done=lambda: loop.done_iteration,
             in_work=lambda: loop.undone_batch() is not NO_BATCH,
             in_use=in_use_around(self),
+            limit=self.limits.batches,
             record=self._trains,
         )
         run_data.resume, self._position = self._position, None

@@ -31,6 +31,7 @@ __all__ = [
     "EmptyDataError",
     "HeldIterator",
     "RunData",
+    "at_most",
     "check_data",
     "check_factory",
     "is_factory",
@@ -54,6 +55,7 @@ class RunData:
         in_work: says whether a batch was drawn that is not done.
         shards: which of the batches are this rank's; None where there is one rank.
         in_use: what the runs around this one are iterating.
+        limit: the most batches that are taken of a pass; None: all.
         record: keep what is needed to go on after a stop (training; an evaluation starts afresh).
     """
 
@@ -67,6 +69,7 @@ class RunData:
         in_work: Callable[[], bool],
         shards: Shards | None = None,
         in_use: tuple[Any, ...] = (),
+        limit: int | None = None,
         record: bool = True,
     ) -> None:
         self.data = data
@@ -76,6 +79,7 @@ class RunData:
         self.in_work = in_work
         self.shards = shards
         self.in_use = in_use
+        self.limit = limit
         self.record = record
         self.source: Any = None  # what the present pass goes over
         self.resume: Position | None = None
@@ -146,6 +150,8 @@ class RunData:
             tell_doubts(source, has_place, replayed.workers)
             if not has_place:
                 _skip(raw, done, draws_again=replayed.drawn or generators_now is None)
+        if self.limit is not None:
+            raw, self.length = itertools.islice(raw, max(self.limit - done, 0)), at_most(self.limit, self.length)
         if self.look_ahead and self.length is None:
             raw = self._ahead = LookAhead(raw, source, done, () if replayed is None else replayed.ahead)
         if replayed is not None and now is not None:
@@ -307,6 +313,11 @@ class HeldIterator:
             if inspect.isgenerator(self.iterator):
                 self._ended_by = repr(error)
             raise
+
+
+def at_most(limit: int | None, length: int | None) -> int | None:
+    """Return how many batches there are at a limit, where that is known."""
+    return length if limit is None or length is None else min(limit, length)
 
 
 def is_factory(data: Any) -> bool:

@@ -394,6 +394,7 @@ class Engine:
         *,
         max_iters: int | None = None,
         epoch_length: int | None = None,
+        limit_batches: int | None = None,
     ) -> StateSnapshot:
         """Run to the limit and return a frozen snapshot of the state.
 
@@ -411,6 +412,9 @@ class Engine:
             max_iters: go to this iteration instead.
             epoch_length: batches in an epoch. Without it an epoch is one pass over the data; with it the data is one
                 stream that goes on over the epochs' borders and begins again when it has ended.
+            limit_batches: take at most this many batches of each pass over the data, on each rank: a dry run of
+                everything, validation included if its engine is given a limit too. Only this run is limited. To see
+                whether a model can learn some batches by heart, give them as data: ``list(islice(loader, 3))``.
 
         Raises:
             LimitError: a limit below what is done, or one that is no positive whole number.
@@ -419,7 +423,7 @@ class Engine:
         """
         refuse_reentry(self)
         course = self._course
-        if not course.plan(Limits.asked(max_epochs, max_iters, epoch_length), data):
+        if not course.plan(Limits.asked(max_epochs, max_iters, epoch_length, limit_batches), data):
             _log.warning(
                 "engine %r is at its limit already (epoch %d, iteration %d): no step was made. "
                 "Give a larger limit to go on; reset() begins afresh",

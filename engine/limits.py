@@ -13,22 +13,37 @@ __all__ = ["Limits"]
 
 @dataclass(frozen=True)
 class Limits:
-    """How far a run goes, to ``max_epochs`` or ``max_iters``, and how long an epoch is; None: all the data."""
+    """How far a run goes, to ``max_epochs`` or ``max_iters``, and how long an epoch is; None: all the data.
+
+    ``batches`` is the most that one run takes of each pass over the data. Unlike the others it is not handed on to the
+    next run.
+    """
 
     max_epochs: int | None = None
     max_iters: int | None = None
     epoch_length: int | None = None
+    batches: int | None = None
 
     @classmethod
-    def asked(cls, max_epochs: Any, max_iters: Any, epoch_length: Any) -> Limits:
+    def asked(cls, max_epochs: Any, max_iters: Any, epoch_length: Any, limit_batches: Any = None) -> Limits:
         """Return the limits that a caller asks for.
 
         Raises:
-            LimitError: no positive whole number, or both kinds of limit.
+            LimitError: no positive whole number, or two limits of one kind.
         """
         if max_epochs is not None and max_iters is not None:
             raise LimitError(f"give max_epochs={max_epochs!r} or max_iters={max_iters!r}, not both")
-        named = {"max_epochs": max_epochs, "max_iters": max_iters, "epoch_length": epoch_length}
+        if epoch_length is not None and limit_batches is not None:
+            raise LimitError(
+                f"give epoch_length={epoch_length!r}, of a stream that goes on from epoch to epoch, or "
+                f"limit_batches={limit_batches!r} of each pass over the data, not both"
+            )
+        named = {
+            "max_epochs": max_epochs,
+            "max_iters": max_iters,
+            "epoch_length": epoch_length,
+            "limit_batches": limit_batches,
+        }
         for name, value in named.items():
             if value is not None and (_whole(value) or 0) < 1:
                 raise LimitError(f"{name} must be a whole number of at least 1, got {value!r}")
@@ -36,12 +51,12 @@ class Limits:
 
     def over(self, earlier: Limits) -> Limits:
         """Return these limits, with what the caller left open taken from the run before, else one epoch."""
-        length = self.epoch_length or earlier.epoch_length
+        length = None if self.batches else self.epoch_length or earlier.epoch_length
         if self.max_epochs is not None or self.max_iters is not None:
-            return Limits(self.max_epochs, self.max_iters, length)
+            return Limits(self.max_epochs, self.max_iters, length, self.batches)
         if earlier.max_epochs is not None or earlier.max_iters is not None:
-            return Limits(earlier.max_epochs, earlier.max_iters, length)
-        return Limits(1, None, length)
+            return Limits(earlier.max_epochs, earlier.max_iters, length, self.batches)
+        return Limits(1, None, length, self.batches)
 
     def check_reachable(self, epoch: int, iteration: int, batches: int) -> None:
         """Refuse a limit below what is done; ``batches`` are done in an epoch that is still open.
