@@ -14,6 +14,7 @@ from .preemption import Preemption
 from .progress_bar import ProgressBar
 from .tensorboard_logger import TensorBoardLogger
 from .terminate_on_nan import TerminateOnNan
+from .time_limit import TimeLimit
 from .validate import Validate
 from .wandb_logger import WandbLogger
 
@@ -34,6 +35,7 @@ __all__ = [
     "ProgressBar",
     "TensorBoardLogger",
     "TerminateOnNan",
+    "TimeLimit",
     "Validate",
     "WandbLogger",
 ]
