@@ -10,10 +10,12 @@ from .json_lines_logger import JSONLinesLogger
 from .lr_finder import LRFinder, LRFinderResult
 from .lr_schedule import LRSchedule
 from .mlflow_logger import MLflowLogger
+from .model_summary import ModelSummary, ModelSummaryRow
 from .preemption import Preemption
 from .progress_bar import ProgressBar
 from .tensorboard_logger import TensorBoardLogger
 from .terminate_on_nan import TerminateOnNan
+from .throughput import Throughput
 from .time_limit import TimeLimit
 from .validate import Validate
 from .wandb_logger import WandbLogger
@@ -31,10 +33,13 @@ __all__ = [
     "LRFinderResult",
     "LRSchedule",
     "MLflowLogger",
+    "ModelSummary",
+    "ModelSummaryRow",
     "Preemption",
     "ProgressBar",
     "TensorBoardLogger",
     "TerminateOnNan",
+    "Throughput",
     "TimeLimit",
     "Validate",
     "WandbLogger",
