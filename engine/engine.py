@@ -352,6 +352,7 @@ class Engine:
         optimizer: Any = None,
         metrics: Mapping[str, Any] | None = None,
         gradient_accumulation_steps: int = 1,
+        strategy: Strategy | str | None = None,
         name: str | None = None,
     ) -> Engine:
         """Return an engine with the same model, strategy and declared fields, and fresh state, for an inner run.
@@ -364,6 +365,7 @@ class Engine:
             optimizer: for training, a factory such as ``lambda params: SGD(params, lr=0.1)``.
             metrics: as for ``Engine``.
             gradient_accumulation_steps: as for ``Engine``.
+            strategy: another one, such as ``"single"`` for a run on this rank alone; None: this engine's.
             name: as for ``Engine``.
 
         Raises:
@@ -377,7 +379,7 @@ class Engine:
             step,
             given if given is None or model == "share" else self._strategy.copy_model(given),
             optimizer=optimizer,
-            strategy=self._strategy,
+            strategy=self._strategy if strategy is None else strategy,
             mode=mode,
             metrics=metrics,
             state=self._first_values,

@@ -1,5 +1,6 @@
 """Handlers: ready-made parts that are attached to an engine and listen to its events."""
 
+from .batch_size_finder import BatchSizeFinder, BatchSizeResult
 from .checkpoint import Checkpoint
 from .csv_logger import CSVLogger
 from .early_stopping import EarlyStopping
@@ -22,6 +23,8 @@ from .wandb_logger import WandbLogger
 
 __all__ = [
     "EMA",
+    "BatchSizeFinder",
+    "BatchSizeResult",
     "CSVLogger",
     "Checkpoint",
     "EarlyStopping",

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..engine import Engine, Events, HandlerError, RunError, StateView, Step
 from ._monitor import require_number, require_positive
-from ._optimizers import optimizers_of, parameters_of, rates_of, set_rates
+from ._optimizers import optimizers_of, rates_of, set_rates
+from ._trial import REMEDY, fresh_optimizers, run_untouched
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["LRFinder", "LRFinderResult"]
 
 Data = Iterable[Any] | Callable[[StateView], Iterable[Any]]
-_REMEDY = "it must use engine.model and engine.update() of the engine it is called with, not those outside"
 
 
 class LRFinder:
@@ -90,20 +87,15 @@ class LRFinder:
             HandlerError: the engine makes no updates; its optimizer cannot be made anew for the copy; the step updates
                 something else than the copy.
         """
-        optimizers = optimizers_of(engine, self._only)
-        factories = {name: _anew(one, _parameters(engine.model, name)) for name, one in optimizers.items()}
-        factory = factories if isinstance(engine.optimizer, Mapping) else next(iter(factories.values()))
-        inner = engine.fork(step, mode="train", model="copy", optimizer=factory, name="lr finder")
-        shares = {name: _shares(one) for name, one in optimizers.items() if self._only in (None, name)}
+        optimizers = fresh_optimizers(engine, self._only)
+        inner = engine.fork(step, mode="train", model="copy", optimizer=optimizers, name="lr finder")
+        shares = {name: _shares(one) for name, one in optimizers_of(engine).items() if self._only in (None, name)}
         search = _Search(self._rates(), shares, _LossOf(self._output), self._smooth, self._diverge)
         inner.add_event_handler(Events.ITERATION_STARTED, search.set_rates)
         inner.add_event_handler(Events.ITERATION_COMPLETED, search.read_loss)
-        # an inner run puts back all random state, and the data's own: so let there be a run around it in any case
-        around = Engine(lambda *_: inner.run(data, max_iters=self._iterations), mode="eval", name="around lr finder")
-        with _untouched(optimizers.values()):
-            around.run(epoch_length=1)
+        run_untouched(engine, lambda: inner.run(data, max_iters=self._iterations))
         if search.losses and not inner.state.updates:
-            raise HandlerError(f"the step has updated nothing of the copy: {_REMEDY}")
+            raise HandlerError(f"the step has updated nothing of the copy: {REMEDY}")
         smoothed = _smoothed(_smoothed(search.losses, self._smooth)[::-1], self._smooth)[::-1]
         rates = search.rates[: len(search.losses)]
         return LRFinderResult(tuple(rates), tuple(search.losses), tuple(smoothed), search.diverged, self._mode)
@@ -259,60 +251,3 @@ def _shares(optimizer: Optimizer) -> list[float]:
     rates = rates_of(optimizer)
     largest = max(rates)
     return [rate / largest if largest else 1.0 for rate in rates]
-
-
-def _parameters(model: Any, name: str) -> list[nn.Parameter]:
-    """Return, in order, what an optimizer factory of this name is given the copies of."""
-    part = model[name] if isinstance(model, Mapping) and name in model else model
-    modules = list(part.values()) if isinstance(part, Mapping) else [part]
-    found = {id(p): p for module in modules for p in module.parameters()}
-    return list(found.values())
-
-
-def _anew(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
-    """Return a factory of a fresh optimizer with the same options, for copies of ``parameters``."""
-    places = {id(parameter): place for place, parameter in enumerate(parameters)}
-    if any(id(parameter) not in places for parameter in parameters_of(optimizer)):
-        raise HandlerError(
-            f"the {type(optimizer).__name__} holds parameters that are not the model's, and there would be no copy of "
-            "them: put their module into the model, Engine(step, {'net': ..., 'loss': ...})"
-        )
-    known = inspect.signature(type(optimizer)).parameters
-    defaults = {name: value for name, value in optimizer.defaults.items() if name in known}
-
-    def make(copies: Iterable[nn.Parameter]) -> Optimizer:
-        new = list(copies)
-        groups = []
-        for group in optimizer.param_groups:
-            options = {name: value for name, value in group.items() if name != "params"}
-            groups.append({**copy.deepcopy(options), "params": [new[places[id(p)]] for p in group["params"]]})
-        try:
-            return type(optimizer)(groups, **copy.deepcopy(defaults))
-        except (TypeError, ValueError) as error:
-            raise HandlerError(
-                f"a {type(optimizer).__name__} cannot be made anew from its groups and defaults ({error}): train a "
-                "copy yourself, engine.fork(step, mode='train', model='copy', optimizer=...)"
-            ) from error
-
-    return make
-
-
-@contextmanager
-def _untouched(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Refuse steps of these optimizers, and put back the gradients of what they hold."""
-    optimizers = list(optimizers)
-    gradients = [(p, p.grad) for optimizer in optimizers for p in parameters_of(optimizer)]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    hooks = [optimizer.register_step_pre_hook(_refuse) for optimizer in optimizers]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-
-
-def _refuse(*_: Any) -> None:
-    raise HandlerError(f"the step was about to update the outer model, not the copy: {_REMEDY}")

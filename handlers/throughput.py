@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ..engine import Engine, Events, HandlerError
 from ._attachable import Attachable, Subscription
+from ._batches import count_samples
 from ._monitor import require_number
 
 __all__ = ["Throughput"]
@@ -81,29 +82,18 @@ class Throughput(Attachable):
 
 
 def _samples(batch: Any) -> int:
-    """Return the length of the first tensor of a batch.
+    """Return how many samples a batch has.
 
     Raises:
-        HandlerError: it has none.
+        HandlerError: it has no tensor.
     """
-    for tensor in _tensors(batch):
-        if tensor.dim():
-            return tensor.shape[0]
-    raise HandlerError(
-        f"Throughput: there is no tensor with samples in the batch, a {type(batch).__name__}: say how many it has, "
-        "Throughput(samples=lambda batch: ...)"
-    )
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
+    samples = count_samples(batch)
+    if samples is None:
+        raise HandlerError(
+            f"Throughput: there is no tensor with samples in the batch, a {type(batch).__name__}: say how many it has, "
+            "Throughput(samples=lambda batch: ...)"
+        )
+    return samples
 
 
 def _memory(device: torch.device) -> dict[str, float]:
