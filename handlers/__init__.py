@@ -12,6 +12,7 @@ from .lr_finder import LRFinder, LRFinderResult
 from .lr_schedule import LRSchedule
 from .mlflow_logger import MLflowLogger
 from .model_summary import ModelSummary, ModelSummaryRow
+from .predictions import Predictions, SavedPredictions
 from .preemption import Preemption
 from .progress_bar import ProgressBar
 from .tensorboard_logger import TensorBoardLogger
@@ -38,8 +39,10 @@ __all__ = [
     "MLflowLogger",
     "ModelSummary",
     "ModelSummaryRow",
+    "Predictions",
     "Preemption",
     "ProgressBar",
+    "SavedPredictions",
     "TensorBoardLogger",
     "TerminateOnNan",
     "Throughput",
