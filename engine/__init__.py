@@ -37,11 +37,12 @@ from .supervised import (
     supervised_evaluation_step,
     supervised_training_step,
 )
-from .table import Handle
+from .table import CallWatcher, Handle
 
 __all__ = [
     "DDP",
     "FSDP",
+    "CallWatcher",
     "CheckpointError",
     "CheckpointInfo",
     "DataError",

@@ -24,7 +24,7 @@ class Description:
         names = [*built_in, *(name for name in registered if name not in built_in)]
         none = Handlers()
         entries = {name: table.by_name.get(name, none).in_order() for name in names}
-        self.rows = [(name, [_handler_text(entry) for entry in entries[name]]) for name in names]
+        self.rows = [(name, [_line(table, name, entry) for entry in entries[name]]) for name in names]
 
     def __str__(self) -> str:
         """Return one line for each event, one for each handler."""
@@ -40,6 +40,23 @@ class Description:
 
     def _repr_html_(self) -> str:
         return table(self.title, [(name, "\n".join(handlers) or "-") for name, handlers in self.rows])
+
+
+def _line(handlers: HandlerTable, event: str, entry: Any) -> str:
+    """Return a handler's name, its filter, where it is written, and its time if that is measured."""
+    function = entry.handler if isinstance(entry, Registration) else entry[0]
+    spent = None if handlers.watcher is None else handlers.watcher.spent(event, function)
+    time = "" if spent is None else f"{1e3 * spent[1]:.1f} ms in {spent[0]} calls"
+    return "  ".join(part for part in (_handler_text(entry), _source(function), time) if part)
+
+
+def _source(function: Any) -> str:
+    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    if code is None:
+        return ""
+    folder, _, file = code.co_filename.replace("\\", "/").rpartition("/")
+    where = "cell, line " if "/ipykernel_" in folder else f"{file}:"
+    return f"({where}{code.co_firstlineno})"
 
 
 def _handler_text(entry: Any) -> str:

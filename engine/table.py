@@ -12,13 +12,23 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from .events import When, event_name
 
-__all__ = ["Call", "Handle", "HandlerTable", "Registration", "resolve"]
+__all__ = ["Call", "CallWatcher", "Handle", "HandlerTable", "Registration", "resolve"]
 
 Call = Callable[[Any, Any], Any]
+
+
+class CallWatcher(Protocol):
+    """What measures the calls of an engine's handlers: see :meth:`Engine.watch_calls`."""
+
+    def around(self, event: str, handler: Callable[..., Any], call: Call) -> Call:
+        """Return what is called as ``(engine, batch)`` in the place of ``call``, and calls it."""
+
+    def spent(self, event: str, handler: Callable[..., Any]) -> tuple[int, float] | None:
+        """Return how often a handler was called and the seconds it took in all; None if that is not known."""
 
 
 class Registration(tuple[Any, tuple[Any, ...], dict[str, Any]]):
@@ -90,6 +100,8 @@ class Handlers(list[Any]):
 
     calls: tuple[Call, ...] | None = None
     filters: tuple[Registration | None, ...] | None = None
+    watcher: CallWatcher | None = None
+    event: str = ""
     quiet_from: int = 0
     quiet_until: int = 0
 
@@ -106,7 +118,11 @@ class Handlers(list[Any]):
         entries = self.in_order()
         ours = [entry if isinstance(entry, Registration) else None for entry in entries]
         self.filters = tuple(ours) if any(entry is not None and entry.when is not None for entry in ours) else None
-        self.calls = tuple(entry[0] if isinstance(entry, Registration) else _ignite_call(*entry) for entry in entries)
+        calls = [entry[0] if isinstance(entry, Registration) else _ignite_call(*entry) for entry in entries]
+        watcher, event = self.watcher, self.event
+        if watcher is not None:
+            calls = [watcher.around(event, entry[0], call) for entry, call in zip(entries, calls, strict=True)]
+        self.calls = tuple(calls)
         self.quiet_from = self.quiet_until = 0
         return self.calls
 
@@ -189,6 +205,7 @@ class HandlerTable(defaultdict[Any, Handlers]):
         """Make an empty table."""
         super().__init__(Handlers)
         self.by_name: dict[str, Handlers] = {}
+        self.watcher: CallWatcher | None = None
 
     def __missing__(self, event: Any) -> Handlers:
         """Make the list of an event that has no handler yet."""
@@ -199,6 +216,7 @@ class HandlerTable(defaultdict[Any, Handlers]):
         """Put a new list in place, as Ignite does when it removes a handler; what was ours in it stays ours."""
         handlers = entries if isinstance(entries, Handlers) else Handlers(_ours_again(entries, self.get(event, ())))
         super().__setitem__(event, handlers)
+        handlers.watcher, handlers.event = self.watcher, event_name(event)
         self.by_name[event_name(event)] = handlers
 
     def registrations(self, event: Any = None) -> Iterator[Registration]:
@@ -207,6 +225,12 @@ class HandlerTable(defaultdict[Any, Handlers]):
             for entry in handlers:
                 if isinstance(entry, Registration):
                     yield entry
+
+    def watch(self, watcher: CallWatcher | None) -> None:
+        """Let ``watcher`` be around every call from the next firing on; None: nothing."""
+        self.watcher = watcher
+        for handlers in self.values():
+            handlers.watcher, handlers.calls = watcher, None
 
     def drop(self, entry: Registration) -> bool:
         """Take one registration out; say whether it was there."""

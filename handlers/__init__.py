@@ -13,12 +13,15 @@ from .lr_schedule import LRSchedule
 from .mlflow_logger import MLflowLogger
 from .model_summary import ModelSummary, ModelSummaryRow
 from .predictions import Predictions, SavedPredictions
+from .predictions import Predictions
 from .preemption import Preemption
 from .progress_bar import ProgressBar
+from .saved_predictions import SavedPredictions
 from .tensorboard_logger import TensorBoardLogger
 from .terminate_on_nan import TerminateOnNan
 from .throughput import Throughput
 from .time_limit import TimeLimit
+from .timing import Timing, TimingRow
 from .validate import Validate
 from .wandb_logger import WandbLogger
 
@@ -40,13 +43,17 @@ __all__ = [
     "ModelSummary",
     "ModelSummaryRow",
     "Predictions",
+    "Predictions",
     "Preemption",
     "ProgressBar",
+    "SavedPredictions",
     "SavedPredictions",
     "TensorBoardLogger",
     "TerminateOnNan",
     "Throughput",
     "TimeLimit",
+    "Timing",
+    "TimingRow",
     "Validate",
     "WandbLogger",
 ]

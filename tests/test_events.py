@@ -757,13 +757,17 @@ def described():
     return engine.describe()
 
 
+def line_of(function):
+    return f"(test_events.py:{function.__code__.co_firstlineno})"
+
+
 def test_describe_lists_every_event_in_firing_order_with_its_handlers():
     assert (
         str(described())
-        == """\
+        == f"""\
 Engine train
   STARTED
-    nothing
+    nothing  {line_of(nothing)}
   EPOCH_STARTED -
   GET_BATCH_STARTED -
   GET_BATCH_COMPLETED -
@@ -772,9 +776,9 @@ Engine train
   UPDATE_STARTED -
   UPDATE_COMPLETED -
   ITERATION_COMPLETED
-    Counter.count  Events.ITERATION_COMPLETED(every=100)
+    Counter.count  Events.ITERATION_COMPLETED(every=100)  {line_of(Counter.count)}
     print
-    Callable.of_the_class
+    Callable.of_the_class  {line_of(Callable.of_the_class)}
   METRICS_RECORDED -
   DATALOADER_STOP_ITERATION -
   TERMINATE_SINGLE_EPOCH -
@@ -783,10 +787,10 @@ Engine train
   INTERRUPT -
   EXCEPTION_RAISED -
   COMPLETED
-    Timer.reset  (Ignite)
-    nothing  (Ignite)
+    Timer.reset  (Ignite)  (timing.py:{ignite.handlers.Timer.reset.__code__.co_firstlineno})
+    nothing  (Ignite)  {line_of(nothing)}
   measured
-    Callable.static"""
+    Callable.static  {line_of(Callable.static)}"""
     )
 
 
@@ -795,7 +799,7 @@ def test_describe_shows_itself_as_a_table_in_a_notebook():
     assert "<b>Engine train</b>" in html
     names = [event.name for event in Events] + ["measured"]
     assert [name for name in names if f">{name}</td>" not in html] == []
-    assert "Counter.count  Events.ITERATION_COMPLETED(every=100)\nprint" in html
+    assert f"Counter.count  Events.ITERATION_COMPLETED(every=100)  {line_of(Counter.count)}\nprint" in html
 
 
 def test_describe_takes_an_attribute_of_a_users_object_for_what_it_is():
