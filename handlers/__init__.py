@@ -12,9 +12,9 @@ from .lr_finder import LRFinder, LRFinderResult
 from .lr_schedule import LRSchedule
 from .mlflow_logger import MLflowLogger
 from .model_summary import ModelSummary, ModelSummaryRow
-from .predictions import Predictions, SavedPredictions
 from .predictions import Predictions
 from .preemption import Preemption
+from .profile import Profile
 from .progress_bar import ProgressBar
 from .saved_predictions import SavedPredictions
 from .tensorboard_logger import TensorBoardLogger
@@ -43,10 +43,9 @@ __all__ = [
     "ModelSummary",
     "ModelSummaryRow",
     "Predictions",
-    "Predictions",
     "Preemption",
+    "Profile",
     "ProgressBar",
-    "SavedPredictions",
     "SavedPredictions",
     "TensorBoardLogger",
     "TerminateOnNan",

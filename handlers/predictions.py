@@ -1,271 +1,242 @@
-"""What an evaluation gives for every sample, in the order of the data."""
+"""Keep what an evaluation puts out for each sample, in the order of the data, from all ranks."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+import os
+import pickle
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor
-
-from ..engine import Engine, Events, HandlerError
+from ..engine import DataError, Engine, Events, HandlerError, RunError, Strategy
 from ._attachable import Attachable, Subscription
 from ._monitor import require_number
+from ._samples import Kept, concatenate, keep
+from .saved_predictions import PartWriter, SavedPredictions, check_directory
 
-__all__ = ["Predictions", "SavedPredictions"]
+__all__ = ["Predictions"]
 
-_INDEX, _FORMAT = "index.json", 1
-_ALONE = "predictions"  # the name of what is no mapping and no tuple
+logger = logging.getLogger("pellucid.handlers")
+
+_NO_RUN = "no run has begun since it was made: run the evaluation engine it is attached to"
 
 
 class Predictions(Attachable):
-    """Keep what the step of an evaluation returns: each sample once, in the order of the data, from all ranks.
+    """Gather what the step of an evaluation engine returns: each sample once, in the order of the data, from all ranks.
 
-    The step returns a tensor whose first dimension is the samples, or a tuple or mapping of such. Each batch is brought
-    to the host as it comes, which waits for the device. After a run that has completed all ranks have the whole; one
-    that was stopped or has failed leaves nothing, and the next begins afresh.
-
-    With a ``directory`` nothing is kept in memory beyond ``chunk_samples``: every rank writes files of its own batches
-    there (all must see it), and ``result`` reads them batch by batch, in order.
+    The output is a tensor, or a tuple or mapping of tensors, whose first dimension is the samples; the result is of the
+    same kind. Each batch is brought to the host when it is done, which waits for the device. At the end of the data all
+    ranks gather, a collective, and then every rank has the whole :attr:`result`. A run that was stopped or has failed
+    has none, and a new run begins afresh.
 
     Args:
-        transform: what of the step's output is kept; None: all of it.
-        directory: where to write.
-        chunk_samples: how many samples, at least, go into one file.
+        transform: a function of the step's output that returns what to keep of it. None: all of it.
+        directory: write there, and keep only a few batches in memory: files ``part-00000.safetensors``, ... and an
+            ``index.json``, which :class:`SavedPredictions` reads. What an earlier run has written there is removed when
+            a run begins. On ranks only rank 0 writes the files; others need the directory for a temporary file.
+        chunk_samples: how many samples a file holds.
+
+    Raises:
+        DataError: the directory holds files of these names that are not ours.
 
     Example:
-        >>> predictions = Predictions(lambda output: output[0].argmax(1)).attach(evaluator)
-        >>> evaluator.run(val_loader)
-        >>> predictions.result.shape
-        torch.Size([200])
+        >>> predictions = Predictions(transform=lambda output: output[0].argmax(1)).attach(evaluator)
+        >>> result = evaluator.run(val_loader)
+        >>> len(predictions.result)
+        40
     """
 
     def __init__(
         self,
         transform: Callable[[Any], Any] | None = None,
         *,
-        directory: str | Path | None = None,
+        directory: str | os.PathLike[str] | None = None,
         chunk_samples: int = 10_000,
     ) -> None:
         if transform is not None and not callable(transform):
             raise TypeError(f"transform={transform!r}: a function of the step's output was wanted")
+        if directory is not None and (not isinstance(directory, str | os.PathLike) or not os.fspath(directory)):
+            raise TypeError(f"directory={directory!r}: the path of a folder was wanted, such as 'runs/digits/test'")
         self._transform = transform
         self._directory = None if directory is None else Path(directory)
         self._chunk_samples: int = require_number("chunk_samples", chunk_samples, least=1, whole=True)
-        self._kept: list[Any] = []  # of this run: batches, or where each is in which file
-        self._chunk: _Chunk | None = None
+        if self._directory is not None:
+            check_directory(self._directory)
         self._result: Any = None
+        self._missing: str | None = _NO_RUN
+        self._store: _Memory | _Spool | PartWriter | None = None
 
     @property
     def result(self) -> Any:
-        """What was kept of the last run: tensors on the CPU, or :class:`SavedPredictions` with a directory.
+        """All that was kept: tensors on the host, or with ``directory`` a :class:`SavedPredictions`.
 
         Raises:
-            HandlerError: no run has completed since it was attached, or since the last was begun.
+            RunError: the last run has not come to the end of its data.
         """
+        if self._missing is not None:
+            raise RunError(f"there are no predictions: {self._missing}")
         if self._result is None:
-            raise HandlerError(
-                "Predictions: no evaluation has completed yet, or the last one did not: run it to its end"
+            raise RunError(
+                f"rank 0 has written the predictions into its {self._directory}, which is not on this machine"
             )
         return self._result
 
     def attach(self, engine: Engine) -> Predictions:
-        """Listen to an evaluation engine, and return the handler itself.
+        """Keep the outputs of ``engine``'s runs from now on, and return the handler itself.
 
         Raises:
-            HandlerError: an engine that trains.
+            HandlerError: it is no evaluation engine.
         """
         if isinstance(engine, Engine) and engine.state.mode != "eval":
             raise HandlerError(
-                "Predictions attaches to an evaluation engine, Engine(..., mode='eval'): a training sees a sample in "
-                "every epoch, and with another model each time"
+                "Predictions attaches to an Engine(..., mode='eval'): the outputs of one that trains are from "
+                "differing weights, and its samples in no order"
             )
         return super().attach(engine)
 
     def _subscriptions(self) -> Sequence[Subscription]:
         return (
-            (Events.STARTED, self._begin),
+            (Events.STARTED, self._forget),
+            (Events.EPOCH_STARTED, self._begin),
             (Events.ITERATION_COMPLETED, self._keep),
-            (Events.COMPLETED, self._finish),
-            (Events.TERMINATE | Events.INTERRUPT | Events.EXCEPTION_RAISED, self._drop),
+            (Events.EPOCH_COMPLETED, self._gather),
+            (
+                Events.TERMINATE_SINGLE_EPOCH | Events.TERMINATE | Events.INTERRUPT | Events.EXCEPTION_RAISED,
+                self._give_up,
+            ),
         )
+
+    def _forget(self, engine: Engine, batch: Any) -> None:
+        self._drop("the run has not come to the end of its data")
+        self._result = None
 
     def _begin(self, engine: Engine, batch: Any) -> None:
-        self._drop(engine, batch)
-        self._result = None
+        self._forget(engine, batch)
         if self._directory is None:
-            return
-        if engine.state.rank == 0:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            for old in (self._directory / _INDEX, *self._directory.glob("part-*.safetensors")):
-                old.unlink(missing_ok=True)
-        engine.strategy.barrier()
-        self._chunk = _Chunk(self._directory, engine.state.rank)
+            self._store = _Memory()
+        elif engine.strategy.peers is None:
+            self._store = PartWriter(self._directory, self._chunk_samples)
+        else:
+            if engine.state.rank == 0:
+                PartWriter(self._directory, self._chunk_samples)  # what an earlier run has left is not this run's
+            self._store = _Spool(self._directory)
 
     def _keep(self, engine: Engine, batch: Any) -> None:
+        store = self._store
+        if store is None:
+            return
         output = engine.state.output
-        kept = _on_host(output if self._transform is None else self._transform(output))  # waits for the device
-        if self._chunk is None:
-            self._kept.append(kept)
+        store.add(keep(output if self._transform is None else self._transform(output)))
+
+    def _gather(self, engine: Engine, batch: Any) -> None:
+        store, strategy = self._store, engine.strategy
+        if store is None:
             return
-        self._kept.append(self._chunk.add(kept))
-        if self._chunk.samples >= self._chunk_samples:
-            self._chunk.write()
+        if isinstance(store, _Memory):
+            everything = strategy.gather_batches(store.batches)
+            if not everything:
+                raise DataError("there was no batch to keep predictions of")
+            whole = concatenate(everything)
+            self._result = whole.layout.put_together(whole.tensors)
+        else:
+            assert self._directory is not None, "what is no memory is a directory"
+            if isinstance(store, _Spool):
+                self._write_of_all(store, self._directory, engine)
+            else:
+                store.finish()
+            strategy.barrier()
+            self._open_written(engine, self._directory)
+        self._store = self._missing = None
 
-    def _finish(self, engine: Engine, batch: Any) -> None:
-        if engine.state.stop_reason not in (None, "completed"):
-            return
-        if self._chunk is not None:
-            self._chunk.write()
-        batches = engine.strategy.gather_batches(self._kept)
-        self._drop(engine, batch)
-        if self._directory is None:
-            self._result = _joined(batches)
-            return
-        if engine.state.rank == 0:
-            _write_index(self._directory / _INDEX, batches)
-        engine.strategy.barrier()
-        self._result = SavedPredictions(self._directory)
+    def _write_of_all(self, mine: _Spool, directory: Path, engine: Engine) -> None:
+        """Let rank 0 write what all have kept, some batches of each at a time."""
+        writer = PartWriter(directory, self._chunk_samples) if engine.state.rank == 0 else None
+        for samples in _rounds(mine, engine.strategy, self._chunk_samples):
+            if writer is not None:
+                writer.add(samples)
+        if writer is not None:
+            writer.finish()
+        mine.close()
 
-    def _drop(self, engine: Engine, batch: Any) -> None:
-        self._kept, self._chunk = [], None
-
-    def __repr__(self) -> str:
-        """Show where they are kept."""
-        return f"Predictions({'in memory' if self._directory is None else repr(str(self._directory))})"
-
-
-class SavedPredictions:
-    """Predictions in a directory, read one batch at a time: ``for batch in saved``. ``len()`` counts samples.
-
-    Args:
-        directory: where :class:`Predictions` has written them.
-
-    Raises:
-        HandlerError: there are none, or they are not complete.
-    """
-
-    def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
+    def _open_written(self, engine: Engine, directory: Path) -> None:
         try:
-            index = json.loads((self.directory / _INDEX).read_text())
-        except (OSError, ValueError) as error:
-            raise HandlerError(
-                f"{self.directory} has no predictions of an evaluation that was run to its end ({error})"
-            ) from error
-        if index.get("format") != _FORMAT:
-            raise HandlerError(f"{self.directory} has format {index.get('format')!r}, and this version reads {_FORMAT}")
-        self._kind: str = index["kind"]
-        self._batches: list[tuple[str, int, int]] = [(Path(file).name, a, b) for file, a, b in index["batches"]]
+            self._result = SavedPredictions(directory)
+        except DataError:
+            if engine.state.rank == 0:
+                raise
+            # this rank's machine does not see what rank 0 has written
 
-    def __len__(self) -> int:
-        return sum(stop - start for _, start, stop in self._batches)
+    def _give_up(self, engine: Engine, batch: Any) -> None:
+        if self._store is None:
+            return
+        state = engine.state
+        error = state.exception
+        how = "was stopped" if error is None else f"has failed ({type(error).__name__})"
+        reason = f"the run {how} in iteration {state.iteration}, before the end of its data"
+        if state.rank == 0 and error is None:
+            logger.warning("%r: %s, so nothing is kept", self, reason)
+        self._drop(reason)
 
-    def __iter__(self) -> Iterator[Any]:
-        opened = ""
-        file: Any = None
-        for name, start, stop in self._batches:
-            if name != opened:
-                opened, file = name, safe_open(str(self.directory / name), framework="pt")
-            names: list[str] = file.keys()
-            yield _rebuilt(self._kind, {one: file.get_slice(one)[start:stop] for one in names})
-
-    def load(self) -> Any:
-        """Return all of them in memory."""
-        return _joined(list(self))
+    def _drop(self, reason: str) -> None:
+        store, self._store = self._store, None
+        self._missing = reason
+        if store is not None:
+            store.give_up()
 
     def __repr__(self) -> str:
-        """Show where they are and how many."""
-        return f"SavedPredictions({str(self.directory)!r}, {len(self)} samples)"
+        """Show where they go."""
+        where = "" if self._directory is None else f"directory={str(self._directory)!r}"
+        return f"Predictions({where})"
 
 
-class _Chunk:
-    """The file that is being filled on this rank."""
+class _Memory:
+    """Keeps batches in memory."""
 
-    def __init__(self, directory: Path, rank: int) -> None:
-        self._directory = directory
-        self._rank = rank
-        self._number = 0
-        self._batches: list[Any] = []
-        self.samples = 0
+    def __init__(self) -> None:
+        self.batches: list[Kept] = []
 
-    def add(self, kept: Any) -> tuple[str, str, int, int]:
-        """Add a batch; return its kind, and where it will be: file, first sample, end."""
-        start = self.samples
-        self._batches.append(kept)
-        self.samples += len(_named(kept)[next(iter(_named(kept)))])
-        return _kind(kept), f"part-{self._rank:03}-{self._number:05}.safetensors", start, self.samples
+    def add(self, samples: Kept) -> None:
+        self.batches.append(samples)
 
-    def write(self) -> None:
-        if self._batches:
-            file = self._directory / f"part-{self._rank:03}-{self._number:05}.safetensors"
-            save_file({name: one.contiguous() for name, one in _named(_joined(self._batches)).items()}, file)
-            self._number += 1
-        self._batches, self.samples = [], 0
+    def give_up(self) -> None:
+        self.batches = []
 
 
-def _write_index(path: Path, batches: Sequence[tuple[str, str, int, int]]) -> None:
-    index = {"format": _FORMAT, "kind": batches[0][0], "batches": [where for _, *where in batches]}
-    beside = path.with_suffix(".writing")
-    beside.write_text(json.dumps(index))
-    beside.replace(path)
+class _Spool:
+    """Keeps batches in a file without a name, which the system removes however the process ends."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 (it outlives this method)
+        self.batches = 0
+        self.largest = 0
+
+    def add(self, samples: Kept) -> None:
+        pickle.dump(samples, self._file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.batches += 1
+        self.largest = max(self.largest, len(samples))
+
+    def __iter__(self) -> Iterator[Kept]:
+        self._file.seek(0)
+        for _ in range(self.batches):
+            yield pickle.load(self._file)
+
+    def close(self) -> None:
+        self._file.close()
+
+    give_up = close
 
 
-def _on_host(kept: Any) -> Any:
-    """Return what is kept of a batch on the CPU.
-
-    Raises:
-        HandlerError: it is not made of tensors with as many samples each.
-    """
-    named = _named(kept)
-    lengths = {one.shape[0] if isinstance(one, Tensor) and one.dim() else None for one in named.values()}
-    if len(lengths) != 1 or None in lengths:
-        shapes = {
-            name: list(one.shape) if isinstance(one, Tensor) else type(one).__name__ for name, one in named.items()
-        }
-        raise HandlerError(
-            "Predictions: a tensor whose first dimension is the samples was wanted, or a tuple or mapping of such, all "
-            f"of one length, got {shapes}: choose what is kept with transform="
-        )
-    return _rebuilt(_kind(kept), {name: one.detach().to("cpu", copy=True) for name, one in named.items()})
-
-
-def _kind(kept: Any) -> str:
-    if isinstance(kept, Mapping):
-        return "mapping"
-    return "tuple" if isinstance(kept, list | tuple) else "tensor"
-
-
-def _named(kept: Any) -> dict[str, Any]:
-    if isinstance(kept, Mapping):
-        return {str(name): one for name, one in kept.items()}
-    if isinstance(kept, list | tuple):
-        return {str(place): one for place, one in enumerate(kept)}
-    return {_ALONE: kept}
-
-
-def _rebuilt(kind: str, named: Mapping[str, Any]) -> Any:
-    if kind == "mapping":
-        return dict(named)
-    return tuple(named[str(place)] for place in range(len(named))) if kind == "tuple" else named[_ALONE]
-
-
-def _joined(batches: Sequence[Any]) -> Any:
-    """Return the batches as one.
-
-    Raises:
-        HandlerError: they do not fit together.
-    """
-    named = [_named(batch) for batch in batches]
-    try:
-        whole = {name: torch.cat([batch[name] for batch in named]) for name in named[0]}
-    except (RuntimeError, KeyError) as error:
-        raise HandlerError(
-            f"Predictions: the batches do not fit together ({error}): bring them to one shape with transform=, by "
-            "padding for example"
-        ) from error
-    return _rebuilt(_kind(batches[0]), whole)
+def _rounds(mine: _Spool, strategy: Strategy, chunk_samples: int) -> Iterator[Kept]:
+    """Yield the batches of all ranks in the order of the data, on every rank. As many collectives on each."""
+    sizes = strategy.gather((mine.batches, mine.largest))
+    most, largest = max(batches for batches, _ in sizes), max(largest for _, largest in sizes)
+    if not most:
+        raise DataError("there was no batch to keep predictions of")
+    at_once = max(1, chunk_samples // max(1, largest * strategy.data_world_size))
+    batches = iter(mine)
+    for begin in range(0, most, at_once):
+        part = [next(batches) for _ in range(begin, min(begin + at_once, mine.batches))]
+        yield from strategy.gather_batches(part)
