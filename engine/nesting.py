@@ -116,8 +116,9 @@ def run_scope(engine: Running, *data: Any) -> Iterator[None]:
     """
     outer = active()
     train = engine.state.mode == "train"
-    own = () if train else engine.modules
-    around = tuple(chain.from_iterable(other.modules for other in outer))
+    around = _modules(chain.from_iterable(other.modules for other in outer))
+    own = [] if train else _modules(engine.modules)
+    all_of_them = list({id(module): module for module in (*around, *own)}.values())
     with ExitStack() as stack:
         stack.callback(_active.set, outer)
         _active.set((*outer, engine))
@@ -126,12 +127,15 @@ def run_scope(engine: Running, *data: Any) -> Iterator[None]:
             stack.callback(_left.set, left)
             _left.set((*left, (moment, data)))
             stack.callback(moment.put_back)
-        stack.callback(_restore_flags, _flags((*around, *own)))
+        stack.callback(_restore_flags, [(module, module.training) for module in all_of_them])
         if outer:
-            stack.callback(_restore_gradients, _take_gradients((*around, *own)))
+            stack.callback(_restore_gradients, _take_gradients(all_of_them))
             stack.callback(_restore_buffers, _buffers(around))
         stack.enter_context(fresh_modes(train) if outer else _outermost_modes(train))
-        _set_flags(engine.modules, train)
+        if train:
+            _train(engine.modules)
+        else:
+            _evaluate(engine.modules, own)
         yield
 
 
@@ -157,25 +161,47 @@ def _outermost_modes(train: bool) -> Any:
     return fresh_modes(train) if train and torch.is_inference_mode_enabled() else torch.set_grad_enabled(train)
 
 
-def _modules(roots: Iterable[nn.Module]) -> Iterable[nn.Module]:
-    """Return every module once, a parent before its parts."""
-    return {id(module): module for root in roots for module in root.modules()}.values()
+def _modules(roots: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return every module once, a parent before its parts.
+
+    Here and below torch's own dictionaries are read, of modules, parameters and buffers: an inner run goes through them
+    all, and the public generators take several times as long.
+    """
+    found: dict[int, nn.Module] = {}
+    left = [*roots]
+    left.reverse()
+    while left:
+        module = left.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            left.extend(part for part in reversed(module._modules.values()) if part is not None)
+    return list(found.values())
 
 
-def _flags(roots: Iterable[nn.Module]) -> list[tuple[nn.Module, bool]]:
-    return [(module, module.training) for module in _modules(roots)]
-
-
-def _set_flags(roots: Iterable[nn.Module], train: bool) -> None:
+def _train(roots: Iterable[nn.Module]) -> None:
     for root in roots:
-        if train and not root.training:
+        if not root.training:
             root.train()
-        elif not train and any(module.training for module in root.modules()):
+
+
+def _evaluate(roots: Iterable[nn.Module], modules: list[nn.Module]) -> None:
+    training = [module for module in modules if module.training]
+    if all(map(_has_plain_flag, training)):
+        for module in training:
+            vars(module)["training"] = False
+        return
+    for root in roots:
+        if any(module.training for module in root.modules()):
             root.eval()
 
 
 def _restore_flags(flags: list[tuple[nn.Module, bool]]) -> None:
-    for module, training in flags:
+    changed = [(module, training) for module, training in flags if module.training != training]
+    if all(_has_plain_flag(module) for module, _ in changed):
+        for module, training in changed:
+            vars(module)["training"] = training
+        return
+    for module, training in flags:  # each asked anew: a parent's method changes its parts
         if module.training != training:
             module.train(training)  # its own method: some modules do more there, such as merging weights
     for module, training in flags:
@@ -183,9 +209,27 @@ def _restore_flags(flags: list[tuple[nn.Module, bool]]) -> None:
             module.training = training
 
 
-def _take_gradients(roots: Iterable[nn.Module]) -> list[tuple[nn.Parameter, bool, torch.Tensor | None]]:
+def _has_plain_flag(module: nn.Module) -> bool:
+    """Say whether switching this module is no more than setting its flag, as torch's own methods do."""
+    kind, own = type(module), vars(module)
+    return (
+        kind.train is nn.Module.train
+        and kind.eval is nn.Module.eval
+        and kind.__setattr__ is nn.Module.__setattr__
+        and "training" in own
+        and "train" not in own
+        and "eval" not in own
+    )
+
+
+def _take_gradients(modules: list[nn.Module]) -> list[tuple[nn.Parameter, bool, torch.Tensor | None]]:
     """Take pending gradients off the parameters: a backward inside must not add to them."""
-    parameters = {id(parameter): parameter for root in roots for parameter in root.parameters()}.values()
+    parameters = {
+        id(parameter): parameter
+        for module in modules
+        for parameter in module._parameters.values()
+        if parameter is not None
+    }.values()
     taken = [(parameter, parameter.requires_grad, parameter.grad) for parameter in parameters]
     for parameter, _, gradient in taken:
         if gradient is not None:
@@ -201,12 +245,12 @@ def _restore_gradients(taken: list[tuple[nn.Parameter, bool, torch.Tensor | None
             parameter.requires_grad_(requires_grad)
 
 
-def _buffers(roots: Iterable[nn.Module]) -> list[_Buffer]:
+def _buffers(modules: list[nn.Module]) -> list[_Buffer]:
     return [
         _Buffer(module, name, buffer, buffer.detach().clone())
-        for module in _modules(roots)
-        for name, buffer in module.named_buffers(recurse=False)
-        if not is_lazy(buffer)
+        for module in modules
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not is_lazy(buffer)
     ]
 
 

@@ -7,6 +7,7 @@ it: modes, gradients, buffers, generators. Last what is refused because it would
 from __future__ import annotations
 
 import random
+import warnings
 from contextlib import suppress
 from functools import cache, partial
 
@@ -286,6 +287,49 @@ def test_a_module_is_put_back_by_its_own_train_method():
 
     Engine(step, model, optimizer=momentum).run([0])
     assert seen == [[True, True], [False, True]]
+
+
+class Odd(nn.Module):
+    """Has a module in two places, none in a third, one that is compiled to TorchScript, and its own attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout())
+        self.again = self.first
+        self.nothing = None
+        self.register_module("absent", None)
+        self.register_parameter("no_parameter", None)
+        self.register_buffer("no_buffer", None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.script = torch.jit.script(nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2)))
+        self.weighted = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+        self.frozen = nn.BatchNorm1d(2).eval()
+
+
+def test_every_module_parameter_and_buffer_is_found_that_torch_finds():
+    model, found = Odd(), {}
+
+    def step(engine, batch):
+        before = {name: module.training for name, module in model.named_modules()}
+        values = {name: value.clone() for name, value in model.state_dict().items()}
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+
+        def spoil(inner, batch):
+            found["flags"] = [name for name, module in model.named_modules() if module.training]
+            found["gradients"] = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+            model.train()
+            for buffer in model.buffers():
+                buffer.zero_()
+
+        engine.fork(spoil).run([0])
+        assert before == {name: module.training for name, module in model.named_modules()}
+        assert_equal_to_the_bit(values, dict(model.state_dict()))
+        assert all(torch.equal(parameter.grad, torch.ones_like(parameter)) for parameter in model.parameters())
+
+    Engine(step, model, optimizer=momentum).run([0])
+    assert found == {"flags": [], "gradients": []}
 
 
 def test_gradients_come_back_as_the_very_tensors_they_were():
