@@ -16,6 +16,7 @@ from .predictions import Predictions
 from .preemption import Preemption
 from .profile import Profile
 from .progress_bar import ProgressBar
+from .sample_predictions import SamplePredictions
 from .saved_predictions import SavedPredictions
 from .tensorboard_logger import TensorBoardLogger
 from .terminate_on_nan import TerminateOnNan
@@ -46,6 +47,7 @@ __all__ = [
     "Preemption",
     "Profile",
     "ProgressBar",
+    "SamplePredictions",
     "SavedPredictions",
     "TensorBoardLogger",
     "TerminateOnNan",
