@@ -8,6 +8,7 @@ from .ema import EMA
 from .gradient_clip import GradientClip
 from .history import History, HistoryRow
 from .json_lines_logger import JSONLinesLogger
+from .live_plot import LivePlot
 from .lr_finder import LRFinder, LRFinderResult
 from .lr_schedule import LRSchedule
 from .mlflow_logger import MLflowLogger
@@ -40,6 +41,7 @@ __all__ = [
     "LRFinder",
     "LRFinderResult",
     "LRSchedule",
+    "LivePlot",
     "MLflowLogger",
     "ModelSummary",
     "ModelSummaryRow",

@@ -46,8 +46,11 @@ def _draw_figure(curves: Mapping[str, Points], x_label: str, title: str | None) 
     lines = math.ceil(len(groups) / columns)
     figure = CurvesFigure(figsize=(max(6, 4.5 * columns), 3.6 * lines), dpi=120, layout="constrained")
     colors = _colors_by_prefix(curves)
+    first: Axes | None = None
     for place, group in enumerate(groups.values(), start=1):
-        _draw_axes(figure.add_subplot(lines, columns, place), group, colors, x_label)
+        ax = figure.add_subplot(lines, columns, place, sharex=first)
+        _draw_axes(ax, group, colors, x_label)
+        first = first or ax
     if title:
         figure.suptitle(title)
     return figure
@@ -75,4 +78,4 @@ def _draw_axes(ax: Axes, curves: Mapping[str, Points], colors: Mapping[str, str]
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(alpha=0.25)
-    ax.legend(frameon=False)
+    ax.legend(framealpha=0.8, edgecolor="none")  # so that neither grid nor curve makes it hard to read

@@ -51,7 +51,7 @@ def draw_rates(result: Result, marked: int | None, *, ax: Axes | None, title: st
     ax.set_title(title or "")
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(alpha=0.25)
-    ax.legend(frameon=False)
+    ax.legend(framealpha=0.8, edgecolor="none")
     figure = ax.get_figure(root=True)
     assert figure is not None, "an axes that was drawn into has a figure"
     return figure
