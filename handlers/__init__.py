@@ -1,5 +1,6 @@
 """Handlers: ready-made parts that are attached to an engine and listen to its events."""
 
+from ._attachable import Attachable, StatefulHandler
 from .batch_size_finder import BatchSizeFinder, BatchSizeResult
 from .checkpoint import Checkpoint
 from .csv_logger import CSVLogger
@@ -29,6 +30,7 @@ from .wandb_logger import WandbLogger
 
 __all__ = [
     "EMA",
+    "Attachable",
     "BatchSizeFinder",
     "BatchSizeResult",
     "CSVLogger",
@@ -51,6 +53,7 @@ __all__ = [
     "ProgressBar",
     "SamplePredictions",
     "SavedPredictions",
+    "StatefulHandler",
     "TensorBoardLogger",
     "TerminateOnNan",
     "Throughput",

@@ -1,33 +1,36 @@
-"""What all handlers share: how they are attached to an engine and come off again."""
+"""What all handlers share, yours too: how they are attached to an engine and come off again."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ..engine import Engine, EventLike, Handler, HandlerError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Attachable", "Subscription"]
+__all__ = ["Attachable", "StatefulHandler", "Subscription"]
 
 Subscription = tuple[EventLike, Handler]
 
 
 class Attachable(ABC):
-    """An object whose methods listen to events of an engine. It keeps no reference to the engine.
+    """What a handler with settings or a state derives from: its methods listen to events of an engine.
+
+    It keeps no reference to the engine, which is passed in with every event. With ``state_dict`` and
+    ``load_state_dict`` it is saved and resumed with the engine's checkpoints.
 
     A handler that records metrics has an attribute ``records``: the names it will record. Patterns are allowed
     (``"val/*"``). Whoever monitors one of these waits for it.
     """
 
     @abstractmethod
-    def _subscriptions(self) -> Sequence[Subscription]:
-        """Return the events this handler listens to, and the method for each."""
+    def subscriptions(self) -> Sequence[Subscription]:
+        """Return the events this handler listens to, and the method for each: pairs ``(event, self.method)``."""
 
-    def _last_subscriptions(self) -> Sequence[Subscription]:
+    def last_subscriptions(self) -> Sequence[Subscription]:
         """Return those of its methods that are called after all other handlers of their event."""
         return ()
 
@@ -44,9 +47,9 @@ class Attachable(ABC):
             )
         if self._is_attached(engine):
             raise HandlerError(f"{self!r} is attached to this engine already, and would do everything twice")
-        for event, method in self._subscriptions():
+        for event, method in self.subscriptions():
             engine.add_event_handler(event, method)
-        for event, method in self._last_subscriptions():
+        for event, method in self.last_subscriptions():
             engine.add_event_handler(event, method, last=True)
         return self
 
@@ -58,8 +61,25 @@ class Attachable(ABC):
         """
         if not self._is_attached(engine):
             raise HandlerError(f"{self!r} is not attached to this engine, so it cannot be detached from it")
-        for event, method in (*self._subscriptions(), *self._last_subscriptions()):
+        for event, method in (*self.subscriptions(), *self.last_subscriptions()):
             engine.remove_event_handler(method, event)
 
     def _is_attached(self, engine: Engine) -> bool:
         return any(other is self for other in engine.attached())
+
+
+@runtime_checkable
+class StatefulHandler(Protocol):
+    """What :func:`pellucid.handlers.testing.check_handler` takes: anything that is attached and may have a state."""
+
+    def attach(self, engine: Engine) -> Any:
+        """Listen to ``engine``'s events, and return the handler itself."""
+
+    def detach(self, engine: Engine) -> None:
+        """Listen to ``engine`` no more."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its state as tensors, numbers, texts, lists and dicts."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Take up a state that ``state_dict`` returned."""

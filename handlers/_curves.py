@@ -15,6 +15,7 @@ __all__ = ["Points", "draw"]
 Points = Sequence[tuple[int, float]]
 
 _COLUMNS = 3
+_LEGEND_COLUMNS = 2
 _MARKERS_UP_TO = 60
 
 
@@ -32,6 +33,7 @@ def draw(curves: Mapping[str, Points], *, x_label: str, ax: Axes | None, title: 
     if ax is None:
         return _draw_figure(curves, x_label, title)
     _draw_axes(ax, curves, {name: f"C{index}" for index, name in enumerate(curves)}, x_label)
+    ax.legend(framealpha=0.8, edgecolor="none")
     ax.set_title(title or "")
     figure = ax.get_figure(root=True)
     assert figure is not None, "an axes that was drawn into has a figure"
@@ -50,6 +52,8 @@ def _draw_figure(curves: Mapping[str, Points], x_label: str, title: str | None) 
     for place, group in enumerate(groups.values(), start=1):
         ax = figure.add_subplot(lines, columns, place, sharex=first)
         _draw_axes(ax, group, colors, x_label)
+        # above, where no curve can run through it, and on the right: on the left stands a factor such as 1e6
+        ax.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=_LEGEND_COLUMNS, borderaxespad=0.1)
         first = first or ax
     if title:
         figure.suptitle(title)
@@ -75,7 +79,7 @@ def _draw_axes(ax: Axes, curves: Mapping[str, Points], colors: Mapping[str, str]
         ax.plot(x, y, label=name, color=colors[name], **style)
     ax.set_xlabel(x_label)
     ax.set_ylabel(", ".join(dict.fromkeys(map(_base_name, curves))))
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+    ax.ticklabel_format(axis="y", useOffset=False)
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(alpha=0.25)
-    ax.legend(framealpha=0.8, edgecolor="none")  # so that neither grid nor curve makes it hard to read

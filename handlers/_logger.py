@@ -56,7 +56,7 @@ class Logger(Attachable):
 
     # ------------------------------------------------------------------ when
 
-    def _subscriptions(self) -> Sequence[Subscription]:
+    def subscriptions(self) -> Sequence[Subscription]:
         subscriptions: list[Subscription] = [(Events.METRICS_RECORDED, self._log_record)]
         if self._output:
             event = Events.ITERATION_COMPLETED(every=self._every)
@@ -67,7 +67,7 @@ class Logger(Attachable):
         """Return what only this kind of logger listens to."""
         return ()
 
-    def _last_subscriptions(self) -> Sequence[Subscription]:
+    def last_subscriptions(self) -> Sequence[Subscription]:
         return ((Events.EPOCH_COMPLETED, self._flush_epoch), (_END, self._end_run))
 
     def attach(self, engine: Engine) -> Self:

@@ -109,7 +109,7 @@ class Checkpoint(Attachable):
         """The checkpoint of this run with the best score, or None."""
         return next(iter(self._ranked(self.checkpoints)), None)
 
-    def _subscriptions(self) -> Sequence[Subscription]:
+    def subscriptions(self) -> Sequence[Subscription]:
         subscriptions: list[Subscription] = [(Events.STARTED, self._begin), (Events.EPOCH_COMPLETED, self._note_epoch)]
         if self._keep_last:
             subscriptions += [(self._every, self._note_due), (_END, self._note_end)]
@@ -117,7 +117,7 @@ class Checkpoint(Attachable):
             subscriptions += [(Events.METRICS_RECORDED, self._note_score), *self._monitor.subscriptions()]
         return subscriptions
 
-    def _last_subscriptions(self) -> Sequence[Subscription]:
+    def last_subscriptions(self) -> Sequence[Subscription]:
         before = Events.STARTED | Events.EPOCH_STARTED
         return (
             (before | Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED | _END, self._settle),

@@ -65,7 +65,7 @@ class EarlyStopping(Attachable):
         self._waited = 0
         self._stopped = False
 
-    def _subscriptions(self) -> Sequence[Subscription]:
+    def subscriptions(self) -> Sequence[Subscription]:
         return (
             (Events.STARTED, self._stay_stopped),
             (Events.METRICS_RECORDED, self._judge),

@@ -82,7 +82,7 @@ class EMA(Attachable):
             self._updates = dict.fromkeys(optimizers, 0) | self._updates
         return super().attach(engine)
 
-    def _subscriptions(self) -> Sequence[Subscription]:
+    def subscriptions(self) -> Sequence[Subscription]:
         return ((Events.STARTED, self._begin), (Events.UPDATE_COMPLETED, self._average))
 
     def _begin(self, engine: Engine, batch: Any) -> None:

@@ -75,7 +75,7 @@ class GradientClip(Attachable):
         optimizers_of(engine, self._only)
         return super().attach(engine)
 
-    def _subscriptions(self) -> Sequence[Subscription]:
+    def subscriptions(self) -> Sequence[Subscription]:
         return ((Events.UPDATE_STARTED, self._clip),)
 
     def _clip(self, engine: Engine, batch: Any) -> None:

@@ -51,7 +51,7 @@ class History(Attachable):
         self._read_until = 0  # rows before this one are plain values
         self._packed_until = 0
 
-    def _subscriptions(self) -> Sequence[Subscription]:
+    def subscriptions(self) -> Sequence[Subscription]:
         return ((Events.METRICS_RECORDED, self._keep),)
 
     def _keep(self, engine: Engine, batch: Any) -> None:

@@ -80,10 +80,10 @@ class LivePlot(History):
         """The newest picture; None before the first, and where nothing is drawn. pyplot does not know of it."""
         return self._figure
 
-    def _subscriptions(self) -> Sequence[Subscription]:
+    def subscriptions(self) -> Sequence[Subscription]:
         return ((Events.STARTED, self._begin), (Events.METRICS_RECORDED, self._keep))
 
-    def _last_subscriptions(self) -> Sequence[Subscription]:
+    def last_subscriptions(self) -> Sequence[Subscription]:
         end = Events.TERMINATE | Events.INTERRUPT | Events.COMPLETED
         return ((self._every, self._draw_if_due), (end, self._end), (Events.EXCEPTION_RAISED, self._end_by_error))
 

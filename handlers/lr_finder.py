@@ -96,7 +96,7 @@ class LRFinder:
         run_untouched(engine, lambda: inner.run(data, max_iters=self._iterations))
         if search.losses and not inner.state.updates:
             raise HandlerError(f"the step has updated nothing of the copy: {REMEDY}")
-        smoothed = _smoothed(_smoothed(search.losses, self._smooth)[::-1], self._smooth)[::-1]
+        smoothed = _smoothed_both_ways(search.losses, self._smooth)
         rates = search.rates[: len(search.losses)]
         return LRFinderResult(tuple(rates), tuple(search.losses), tuple(smoothed), search.diverged, self._mode)
 
@@ -245,6 +245,18 @@ def _smoothed(values: Sequence[float], smooth: float) -> list[float]:
         mean = smooth * mean + (1 - smooth) * value
         means.append(mean / (1 - smooth**made))
     return means
+
+
+def _smoothed_both_ways(losses: Sequence[float], smooth: float) -> list[float]:
+    """Return the losses smoothed forward and back, so that the curve does not lag behind.
+
+    Losses after the smallest are cut off at the largest before it: on its way back a loss that has diverged would hide
+    the fall.
+    """
+    if not losses:
+        return []
+    highest = max(losses[: losses.index(min(losses)) + 1])
+    return _smoothed(_smoothed([min(loss, highest) for loss in losses], smooth)[::-1], smooth)[::-1]
 
 
 def _shares(optimizer: Optimizer) -> list[float]:

@@ -148,7 +148,7 @@ class LRSchedule(Attachable):
         if self._warmup:
             self._warm_up()
 
-    def _subscriptions(self) -> Sequence[Subscription]:
+    def subscriptions(self) -> Sequence[Subscription]:
         if self._monitor is not None:
             moves: Sequence[Subscription] = ((Events.METRICS_RECORDED, self._judge), *self._monitor.subscriptions())
         else:

@@ -70,7 +70,7 @@ class ModelSummary(Attachable):
         """The whole model first; empty before the first run."""
         return self._rows
 
-    def _subscriptions(self) -> Sequence[Subscription]:
+    def subscriptions(self) -> Sequence[Subscription]:
         return ((Events.STARTED, self._look),)
 
     def _look(self, engine: Engine, batch: Any) -> None:

@@ -96,7 +96,7 @@ class Predictions(Attachable):
             )
         return super().attach(engine)
 
-    def _subscriptions(self) -> Sequence[Subscription]:
+    def subscriptions(self) -> Sequence[Subscription]:
         return (
             (Events.STARTED, self._forget),
             (Events.EPOCH_STARTED, self._begin),

@@ -59,10 +59,10 @@ class Preemption(Attachable):
         """What the program is to exit with: 0, or 128 + the number of the signal."""
         return 0 if self._received is None else 128 + self._received
 
-    def _subscriptions(self) -> Sequence[Subscription]:
+    def subscriptions(self) -> Sequence[Subscription]:
         return ((Events.STARTED, self._begin), (Events.TERMINATE, self._agree))
 
-    def _last_subscriptions(self) -> Sequence[Subscription]:
+    def last_subscriptions(self) -> Sequence[Subscription]:
         moments = Events.EPOCH_STARTED | Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED
         ends = Events.TERMINATE | Events.INTERRUPT | Events.COMPLETED | Events.EXCEPTION_RAISED
         return ((moments, self._stop), (ends, self._end))

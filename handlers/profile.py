@@ -86,10 +86,10 @@ class Profile(Attachable):
             raise HandlerError(f"{self!r} has kept nothing yet: run more than wait + warmup iterations")
         return str(self._averages.table(sort_by=sort_by, row_limit=row_limit))
 
-    def _subscriptions(self) -> Sequence[Subscription]:
+    def subscriptions(self) -> Sequence[Subscription]:
         return ((Events.STARTED, self._start),)
 
-    def _last_subscriptions(self) -> Sequence[Subscription]:
+    def last_subscriptions(self) -> Sequence[Subscription]:
         ends = Events.TERMINATE | Events.INTERRUPT | Events.COMPLETED | Events.EXCEPTION_RAISED
         return ((Events.ITERATION_COMPLETED, self._step), (ends, self._stop))
 

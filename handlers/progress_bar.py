@@ -65,7 +65,7 @@ class ProgressBar(Attachable):
         self._lines: dict[int, BarLine] = {}  # by depth of the run
         self._checked = False
 
-    def _subscriptions(self) -> Sequence[Subscription]:
+    def subscriptions(self) -> Sequence[Subscription]:
         return (
             (Events.EPOCH_STARTED, self._begin_epoch),
             (Events.ITERATION_COMPLETED, self._advance),

@@ -93,7 +93,7 @@ class SamplePredictions(Attachable):
         """The newest picture; None before the first, and on other ranks than 0. pyplot does not know of it."""
         return self._figure
 
-    def _subscriptions(self) -> Sequence[Subscription]:
+    def subscriptions(self) -> Sequence[Subscription]:
         return ((self._every, self._look),)
 
     def _look(self, engine: Engine, batch: Any) -> None:

@@ -77,7 +77,7 @@ class TerminateOnNan(Attachable):
             optimizers_of(engine)
         return super().attach(engine)
 
-    def _subscriptions(self) -> Sequence[Subscription]:
+    def subscriptions(self) -> Sequence[Subscription]:
         due: list[Subscription] = [(Events.STARTED, self._begin)]
         if self._output is not None:
             due.append((Events.ITERATION_COMPLETED(every=self._every), self._check_output))

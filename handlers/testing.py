@@ -75,8 +75,8 @@ def check_comes_off(make: MakeHandler) -> None:
         ContractError: it does not.
     """
     training = _Training()
-    before = str(training.engine.describe())
     handler = make(training.engine)
+    before = str(training.engine.describe())
     for _ in range(2):
         if handler.attach(training.engine) is not handler:
             raise ContractError(f"{handler!r}: attach() must return the handler itself, so that it can be chained")
@@ -121,16 +121,15 @@ def check_keeps_nothing_alive(make: MakeHandler) -> None:
     gc.disable()
     try:
         training = _Training(make)
-        seen: dict[str, Any] = {}
+        seen: list[tuple[str, weakref.ref[Tensor]]] = []
 
         def note(engine: Engine, batch: Any) -> None:
-            seen["a batch"] = weakref.ref(batch[0])
-            seen["an output"] = weakref.ref(engine.state.output["loss"])
+            seen.extend((("a batch", weakref.ref(batch[0])), ("an output", weakref.ref(engine.state.output["loss"]))))
 
-        training.engine.add_event_handler(Events.ITERATION_COMPLETED(once=3), note)
+        training.engine.add_event_handler(Events.ITERATION_COMPLETED, note)
         training.run()
         handler = training.handler
-        kept = [what for what, reference in seen.items() if reference() is not None]
+        kept = sorted({what for what, reference in seen if reference() is not None})
         if kept:
             raise ContractError(f"{handler!r}: after the run it keeps {' and '.join(kept)} alive")
         name, engine, model = repr(handler), weakref.ref(training.engine), weakref.ref(training.model)

@@ -52,7 +52,7 @@ class Throughput(Attachable):
         self._samples = self._iterations = 0
         self.records = (f"{prefix}*",)
 
-    def _subscriptions(self) -> Sequence[Subscription]:
+    def subscriptions(self) -> Sequence[Subscription]:
         return ((Events.STARTED, self._begin), (Events.ITERATION_COMPLETED, self._count))
 
     def _begin(self, engine: Engine, batch: Any) -> None:

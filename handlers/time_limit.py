@@ -47,7 +47,7 @@ class TimeLimit(Attachable):
         self._spent_sec = 0.0
         self._began = None if self._began is None else time.monotonic()
 
-    def _subscriptions(self) -> Sequence[Subscription]:
+    def subscriptions(self) -> Sequence[Subscription]:
         return (
             (Events.STARTED, self._begin),
             (Events.STARTED | Events.ITERATION_COMPLETED, self._check),

@@ -84,7 +84,7 @@ class Timing(Attachable):
         super().detach(engine)
         engine.watch_calls(None)
 
-    def _subscriptions(self) -> Sequence[Subscription]:
+    def subscriptions(self) -> Sequence[Subscription]:
         ends = Events.TERMINATE | Events.INTERRUPT | Events.COMPLETED | Events.EXCEPTION_RAISED
         return (
             (Events.STARTED, self._start),

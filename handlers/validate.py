@@ -95,7 +95,7 @@ class Validate(Attachable):
             raise HandlerError("Validate cannot be attached to its own evaluator: attach it to the engine that trains")
         return super().attach(engine)
 
-    def _subscriptions(self) -> Sequence[Subscription]:
+    def subscriptions(self) -> Sequence[Subscription]:
         return ((self._every, self._evaluate),)
 
     def _evaluate(self, engine: Engine, batch: Any) -> None:

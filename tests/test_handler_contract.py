@@ -1,0 +1,244 @@
+"""The contract of handlers: all of ours keep it, and each way of breaking it is caught by the check meant for it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pellucid.handlers
+from pellucid.engine import Engine, Events
+from pellucid.handlers import (
+    EMA,
+    Attachable,
+    Checkpoint,
+    CSVLogger,
+    EarlyStopping,
+    GradientClip,
+    History,
+    JSONLinesLogger,
+    LivePlot,
+    LRSchedule,
+    MLflowLogger,
+    ModelSummary,
+    Predictions,
+    Preemption,
+    Profile,
+    ProgressBar,
+    SamplePredictions,
+    TensorBoardLogger,
+    TerminateOnNan,
+    Throughput,
+    TimeLimit,
+    Timing,
+    Validate,
+    WandbLogger,
+)
+from pellucid.handlers.testing import (
+    ContractError,
+    check_comes_off,
+    check_copes_with_errors,
+    check_handler,
+    check_inner_runs,
+    check_keeps_nothing_alive,
+    check_looking_changes_nothing,
+    check_resumes,
+    check_state_is_plain,
+)
+
+Make = Callable[[Engine, Path], Any]
+
+
+def schedule(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def evaluator_of(trainer: Engine) -> Engine:
+    return Engine(lambda engine, batch: engine.model(batch[0]), trainer.model, mode="eval")
+
+
+BATCHES = [(torch.ones(2, 4), torch.zeros(2))]
+OURS: dict[type, tuple[Make, dict[str, Any]]] = {
+    Checkpoint: (lambda engine, folder: Checkpoint(folder), {"ignore": ["run"]}),
+    CSVLogger: (lambda engine, folder: CSVLogger(folder / "log.csv"), {"ignore": ["position"]}),
+    EarlyStopping: (lambda engine, folder: EarlyStopping("score", mode="min", patience=5), {}),
+    EMA: (lambda engine, folder: EMA(decay=0.9), {}),
+    GradientClip: (lambda engine, folder: GradientClip(max_norm=0.1), {"changes_training": True}),
+    History: (lambda engine, folder: History(), {}),
+    JSONLinesLogger: (lambda engine, folder: JSONLinesLogger(folder / "log.jsonl"), {"ignore": ["position"]}),
+    LivePlot: (lambda engine, folder: LivePlot(path=folder / "curves.png"), {}),
+    LRSchedule: (lambda engine, folder: LRSchedule(schedule, every="update"), {"changes_training": True}),
+    ModelSummary: (lambda engine, folder: ModelSummary(example=torch.ones(2, 4)), {}),
+    Preemption: (lambda engine, folder: Preemption(), {}),
+    Profile: (lambda engine, folder: Profile(folder, wait=1, warmup=1, active=1), {}),
+    ProgressBar: (lambda engine, folder: ProgressBar(), {}),
+    TensorBoardLogger: (lambda engine, folder: TensorBoardLogger(folder), {}),
+    TerminateOnNan: (lambda engine, folder: TerminateOnNan(), {}),
+    Throughput: (lambda engine, folder: Throughput(every=2), {}),
+    TimeLimit: (lambda engine, folder: TimeLimit(1000), {"ignore": ["elapsed_sec"]}),
+    Timing: (lambda engine, folder: Timing(), {}),
+    Validate: (lambda engine, folder: Validate(evaluator_of(engine), BATCHES, prefix="val/"), {}),
+}
+# these start a server's client or draw a grid for each of the contract's many runs: held to it in their own tests
+ELSEWHERE = {MLflowLogger, Predictions, SamplePredictions, WandbLogger}
+
+
+def test_every_handler_of_ours_is_held_to_the_contract():
+    public = [getattr(pellucid.handlers, name) for name in pellucid.handlers.__all__]
+    handlers = {one for one in public if isinstance(one, type) and issubclass(one, Attachable)} - {Attachable}
+    assert handlers == set(OURS) | ELSEWHERE
+
+
+@pytest.mark.filterwarnings("ignore:Profiler")
+@pytest.mark.parametrize("kind", OURS, ids=lambda kind: kind.__name__)
+def test_our_handlers_keep_the_contract(kind, tmp_path):
+    make, options = OURS[kind]
+    check_handler(lambda engine: make(engine, Path(tempfile.mkdtemp(dir=tmp_path))), **options)
+
+
+# ---------------------------------------------------------------- handlers that break it
+
+
+class Counter(Attachable):
+    """Counts iterations; keeps the contract."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def subscriptions(self) -> Any:
+        return ((Events.ITERATION_COMPLETED, self.add),)
+
+    def add(self, engine: Engine, batch: Any) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.count = state["count"]
+
+
+class KeepsTheEngine(Counter):
+    def add(self, engine: Engine, batch: Any) -> None:
+        self.engine = engine
+
+
+class KeepsTheBatch(Counter):
+    def add(self, engine: Engine, batch: Any) -> None:
+        self.batch = batch
+
+
+class MakesACycleWithTheModel(Counter):
+    def add(self, engine: Engine, batch: Any) -> None:
+        engine.model.handler, self.model = self, engine.model
+
+
+class Forgets(Counter):
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
+class BeginsAfresh(Counter):
+    def subscriptions(self) -> Any:
+        return (*super().subscriptions(), (Events.STARTED, self.begin))
+
+    def begin(self, engine: Engine, batch: Any) -> None:
+        self.count = 0
+
+
+class SavesAnObject(Counter):
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "self": Path("anything")}
+
+
+class Draws(Counter):
+    def add(self, engine: Engine, batch: Any) -> None:
+        torch.rand(())
+
+
+class TouchesWeights(Counter):
+    def add(self, engine: Engine, batch: Any) -> None:
+        with torch.no_grad():
+            engine.model[0].weight.mul_(1.0001)
+
+
+class Stays(Counter):
+    def detach(self, engine: Engine) -> None:
+        pass
+
+
+class AttachesToNothing(Counter):
+    def attach(self, engine: Engine) -> Any:
+        return self
+
+
+class ReturnsNothing(Counter):
+    def attach(self, engine: Engine) -> Any:
+        super().attach(engine)
+
+
+class RaisesAnotherError(Counter):
+    def subscriptions(self) -> Any:
+        return (*super().subscriptions(), (Events.STARTED, self.begin), (Events.EXCEPTION_RAISED, self.close))
+
+    def begin(self, engine: Engine, batch: Any) -> None:
+        if getattr(self, "is_open", False):
+            raise RuntimeError("it is open already")
+        self.is_open = True
+
+    def close(self, engine: Engine, batch: Any) -> None:
+        pass
+
+
+class CountsForwards(Counter):
+    """Also those of runs inside."""
+
+    def subscriptions(self) -> Any:
+        return ((Events.STARTED, self.begin), (Events.COMPLETED, self.end))
+
+    def begin(self, engine: Engine, batch: Any) -> None:
+        self.hook = engine.model.register_forward_hook(self.count_one)
+
+    def count_one(self, *_: Any) -> None:
+        self.count += 1
+
+    def end(self, engine: Engine, batch: Any) -> None:
+        self.hook.remove()
+
+
+BROKEN = [
+    (check_keeps_nothing_alive, KeepsTheEngine, "keeps the engine alive"),
+    (check_keeps_nothing_alive, KeepsTheBatch, "keeps a batch alive"),
+    (check_keeps_nothing_alive, MakesACycleWithTheModel, "keeps the (engine|model) alive"),
+    (check_state_is_plain, Forgets, r"takes up another state: \['count'\] is 0 and not 6"),
+    (check_state_is_plain, SavesAnObject, "a weights-only loader does not read"),
+    (check_resumes, Forgets, "taken up again in new objects ends with another state_dict"),
+    (check_resumes, BeginsAfresh, "taken up again in the same objects ends with another state_dict"),
+    (check_looking_changes_nothing, Draws, "does not end as one without it"),
+    (check_looking_changes_nothing, TouchesWeights, "does not end as one without it"),
+    (check_comes_off, Stays, r"detach\(\) leaves handlers behind"),
+    (check_comes_off, AttachesToNothing, r"attach\(\) has attached nothing"),
+    (check_comes_off, ReturnsNothing, r"attach\(\) must return the handler itself"),
+    (check_copes_with_errors, RaisesAnotherError, "the run after a .* fails: RuntimeError"),
+    (check_inner_runs, CountsForwards, r"ends with another state_dict\(\)"),
+]
+
+
+@pytest.mark.parametrize(("check", "broken", "message"), BROKEN, ids=lambda one: getattr(one, "__name__", None))
+def test_a_handler_that_breaks_it_is_caught(check, broken, message):
+    with pytest.raises(ContractError, match=message):
+        check(lambda engine: broken())
+    with pytest.raises(ContractError):
+        check_handler(lambda engine: broken())
+
+
+def test_one_that_keeps_it_passes():
+    check_handler(lambda engine: Counter())
+
+
+def test_one_that_changes_the_training_may_say_so():
+    check_handler(lambda engine: TouchesWeights(), changes_training=True)
