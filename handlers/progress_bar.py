@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import numbers
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TextIO
 
 import torch
 
-from ..engine import Engine, Events, MonitorError
+from ..engine import Engine, Events
 from ._attachable import Attachable, Subscription
 from ._bars import BarLine, open_line
 from ._monitor import describe_missing, require_number
+from ._output import select_output
 
 __all__ = ["ProgressBar"]
 
@@ -150,7 +151,7 @@ class ProgressBar(Attachable):
     def _read_numbers(self, engine: Engine, line: BarLine) -> None:
         if self._output and line.output_read_at != line.done and engine.state.output is not None:
             line.output_read_at = line.done
-            line.output_numbers = _as_text(_select(engine.state.output, self._output))
+            line.output_numbers = _as_text(select_output(self._output, engine.state.output).items())
         recorded = engine.state.metrics
         names: Iterable[str] = recorded if self._metrics == "all" else self._metrics or ()
         metrics = _as_text((name, recorded[name]) for name in names if name in recorded)
@@ -172,19 +173,6 @@ def _names(argument: str, names: Any) -> tuple[str, ...]:
     if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"{argument}={names!r}: a sequence of names was wanted, such as ['loss']")
     return tuple(names)
-
-
-def _select(output: Any, names: Sequence[str]) -> Iterable[tuple[str, Any]]:
-    """Return the named values of a step's output."""
-    if isinstance(output, Mapping):
-        missing = [name for name in names if name not in output]
-        if missing:
-            raise MonitorError(f"output={list(names)!r}: the step's output has no {missing}, it has {list(output)}")
-        return [(name, output[name]) for name in names]
-    values = output if isinstance(output, tuple | list) else (output,)
-    if len(values) != len(names):
-        raise MonitorError(f"output={list(names)!r}: as many values were wanted, the step returned {len(values)}")
-    return zip(names, values, strict=True)
 
 
 def _as_text(values: Iterable[tuple[str, Any]]) -> str:

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import gc
 import logging
 import math
-import weakref
 
 import pytest
 import torch
@@ -202,18 +200,3 @@ def test_it_is_attached_to_an_engine_once_and_comes_off_again():
     assert engine.run([0], max_epochs=3).epoch == 3
     with pytest.raises(HandlerError, match="not attached"):
         stopping.detach(engine)
-
-
-def test_it_keeps_no_engine_alive():
-    engine = scored_engine([1, 0, 0])
-    stopping = EarlyStopping("score", mode="max", patience=1).attach(engine)
-    engine.run([0], max_epochs=3)
-    gc.collect()
-    gc.disable()
-    try:
-        alive = weakref.ref(engine)
-        del engine
-        assert alive() is None
-    finally:
-        gc.enable()
-    assert stopping.stopped

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import gc
 import io
 import math
-import weakref
 
 import pytest
 import torch
@@ -495,18 +493,3 @@ def test_it_is_attached_once_and_comes_off_again():
     assert schedule.rates == (0.75,)
     with pytest.raises(HandlerError, match="makes no updates"):
         LRSchedule(TORCH["StepLR"]).attach(Engine(step, nn.Linear(1, 1), mode="eval"))
-
-
-def test_it_keeps_no_engine_alive():
-    engine = make_engine()
-    schedule = LRSchedule(TORCH["StepLR"]).attach(engine)
-    engine.run([1.0])
-    gc.collect()
-    gc.disable()
-    try:
-        alive = weakref.ref(engine)
-        del engine
-        assert alive() is None
-    finally:
-        gc.enable()
-    assert schedule.rates == (0.5,)

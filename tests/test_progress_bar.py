@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import gc
 import io
 import logging
 import re
 import textwrap
-import weakref
 
 import nbclient
 import nbformat
@@ -386,21 +384,6 @@ def test_it_starts_no_thread():
 def test_bad_arguments_are_refused_at_once(arguments, error, message):
     with pytest.raises(error, match=message):
         ProgressBar(**arguments)
-
-
-def test_it_keeps_no_engine_or_output_alive():
-    engine = make_engine()
-    handler = bar(Terminal(), output=["loss"]).attach(engine)
-    engine.run(range(3), max_epochs=1)
-    gc.collect()
-    gc.disable()
-    try:
-        alive = weakref.ref(engine)
-        del engine
-        assert alive() is None
-    finally:
-        gc.enable()
-    assert not tqdm._instances and handler is not None
 
 
 def test_a_detached_bar_draws_no_more():

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import gc
 import logging
-import weakref
 
 import pytest
 import torch
@@ -208,18 +206,3 @@ def test_a_detached_validation_runs_no_more():
     validate.detach(trainer)
     trainer.run([0], max_epochs=3)
     assert len(seen) == 1
-
-
-def test_it_keeps_no_engine_it_is_attached_to_alive():
-    trainer = make_trainer()
-    validate = Validate(make_evaluator(), [1.0]).attach(trainer)
-    trainer.run([0], max_epochs=1)
-    gc.collect()
-    gc.disable()
-    try:
-        alive = weakref.ref(trainer)
-        del trainer
-        assert alive() is None
-    finally:
-        gc.enable()
-    assert validate.records == ("val/mean",)
