@@ -52,6 +52,7 @@ def _draw_figure(curves: Mapping[str, Points], x_label: str, title: str | None) 
     for place, group in enumerate(groups.values(), start=1):
         ax = figure.add_subplot(lines, columns, place, sharex=first)
         _draw_axes(ax, group, colors, x_label)
+        ax.ticklabel_format(axis="y", useOffset=False)
         # above, where no curve can run through it, and on the right: on the left stands a factor such as 1e6
         ax.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=_LEGEND_COLUMNS, borderaxespad=0.1)
         first = first or ax
@@ -80,6 +81,5 @@ def _draw_axes(ax: Axes, curves: Mapping[str, Points], colors: Mapping[str, str]
     ax.set_xlabel(x_label)
     ax.set_ylabel(", ".join(dict.fromkeys(map(_base_name, curves))))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
-    ax.ticklabel_format(axis="y", useOffset=False)
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(alpha=0.25)

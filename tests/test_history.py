@@ -210,6 +210,28 @@ def test_values_at_one_place_are_drawn_as_their_mean():
     assert list(axes.get_lines()[0].get_xydata()[0]) == [1, pytest.approx((1 + 1 / 2 + 1 / 3 + 1 / 4) / 4)]
 
 
+def test_curves_of_one_picture_share_their_x_axis_and_no_legend_hides_any():
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    figure = trained_history().plot(title="Digits")
+    FigureCanvasAgg(figure).draw()
+    assert len({axes.get_xlim() for axes in figure.axes}) == 1
+    for axes in figure.axes:
+        legend = axes.get_legend().get_window_extent()
+        assert legend.y0 >= axes.get_window_extent().y1
+        assert legend.y1 < figure.texts[0].get_window_extent().y0
+        assert not legend.overlaps(axes.yaxis.get_tightbbox())
+
+
+def test_it_can_be_drawn_into_axes_with_a_logarithmic_scale():
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_subplot()
+    axes.set_yscale("log")
+    trained_history().plot("loss", ax=axes)
+    assert axes.get_yscale() == "log"
+
+
 def test_plotting_leaves_nothing_behind_in_pyplot():
     from matplotlib import pyplot
 

@@ -330,6 +330,12 @@ def test_smoothing_does_not_shift_the_curve():
     assert abs(result.smoothed[50] - 0.5) < 0.02
 
 
+def test_a_loss_that_diverges_does_not_hide_the_fall_before_it():
+    falling = [2 - 1 / (1 + math.exp((50 - i) / 4)) for i in range(70)]  # steepest at 50
+    result = made_up([*falling, 20.0, 4000.0], smooth=0.9, diverge=1e9)
+    assert 45 <= result.rates.index(result.suggestion()) <= 55
+
+
 @pytest.mark.parametrize("losses", [[1.0, 1.0, 1.0, 1.0], [1.0, 1.1, 1.2, 1.3], [1.0, 0.5], [math.nan, 1.0]])
 def test_without_a_fall_there_is_no_suggestion_but_an_error(losses):
     result = made_up(losses)
