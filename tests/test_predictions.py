@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import gc
 import itertools
 import json
+import weakref
 from contextlib import suppress
 
 import pytest
@@ -175,6 +177,28 @@ def test_it_leaves_the_training_around_it_bit_identical():
     outcome = watched.run(2).outcome()
     assert_equal_to_the_bit(outcome, Training("shuffled").run(2).outcome())
     assert sorted(predictions.result[1].tolist()) == list(range(14))
+
+
+def test_it_keeps_no_engine_alive_and_no_output_that_was_transformed():
+    outputs, predictions = [], Predictions(lambda output: output[:, 0])
+
+    def step(engine, batch):
+        outputs.append(weakref.ref(result := torch.ones(len(batch), 3)))
+        return result
+
+    engine = Engine(step, mode="eval")
+    predictions.attach(engine)
+    engine.run([torch.ones(2)] * 3)
+    alive = weakref.ref(engine)
+    gc.collect()
+    assert [reference() for reference in outputs] == [None] * 3
+    gc.disable()
+    try:
+        del engine
+        assert alive() is None
+    finally:
+        gc.enable()
+    assert predictions.result.tolist() == [1] * 6
 
 
 # ---------------------------------------------------------------------- on disk

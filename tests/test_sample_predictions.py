@@ -15,6 +15,7 @@ from training import Training, assert_equal_to_the_bit
 
 from pellucid.engine import DataError, Engine, Events, create_supervised_trainer
 from pellucid.handlers import SamplePredictions
+from pellucid.handlers.testing import check_handler
 
 TRUE = torch.tensor([0, 1, 2, 0])
 PREDICTED = torch.tensor([0, 2, 2, 1])  # the first and the third are right
@@ -252,6 +253,14 @@ def test_the_training_is_bit_identical_with_and_without_it(data, every):
         every=every,
     ).attach(watched.engine)
     assert_equal_to_the_bit(watched.run(2).outcome(), Training(data).run(2).outcome())
+
+
+def test_it_keeps_the_contract_of_handlers():
+    def predict(engine, batch):
+        return (engine.model(batch[0]).sum(1) > 0).long()
+
+    flat = torch.rand(2, 4)
+    check_handler(lambda engine: SamplePredictions((flat, TRUE[:2]), step=predict, images=lambda b: b[0].view(2, 2, 2)))
 
 
 def train_on_ranks(strategy, watch, path):
