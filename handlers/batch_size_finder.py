@@ -29,20 +29,23 @@ class BatchSizeFinder:
     smallest.
 
     Args:
-        min_batch_size: the first size; if it does not fit, it is an error.
+        min_batch_size: the first size; if it does not fit, it is an error. Batch normalisation does not train on one
+            sample.
         max_batch_size: the last size.
         iterations: how many updates each size must survive; the second one has the optimizer's state in memory too.
         refine: how often the gap between the largest that fits and the smallest that does not is halved; 0: never, and
             the result is ``min_batch_size`` times a power of two.
 
     Example:
-        >>> result = BatchSizeFinder(max_batch_size=8).run(trainer, lambda size: DataLoader(data, size, shuffle=True))
+        >>> def make_data(size):
+        ...     return torch.utils.data.DataLoader(loader.dataset, size, shuffle=True)
+        >>> result = BatchSizeFinder(max_batch_size=8).run(trainer, make_data)
         >>> result.batch_size
         8
     """
 
     def __init__(
-        self, min_batch_size: int = 1, max_batch_size: int = 65536, *, iterations: int = 3, refine: int = 2
+        self, min_batch_size: int = 2, max_batch_size: int = 65536, *, iterations: int = 3, refine: int = 2
     ) -> None:
         self._min: int = require_number("min_batch_size", min_batch_size, least=1, whole=True)
         self._max: int = require_number("max_batch_size", max_batch_size, least=min_batch_size, whole=True)

@@ -35,7 +35,7 @@ class Profile(Attachable):
         with_stack: keep where in the source each operator was called.
 
     Example:
-        >>> profile = Profile("runs/profile", wait=10, active=3).attach(trainer)
+        >>> profile = Profile("runs/profile", wait=3, active=3).attach(trainer)
         >>> result = trainer.run(loader, max_epochs=1)
         >>> print(profile.table())
     """

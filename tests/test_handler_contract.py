@@ -70,7 +70,7 @@ OURS: dict[type, tuple[Make, dict[str, Any]]] = {
     GradientClip: (lambda engine, folder: GradientClip(max_norm=0.1), {"changes_training": True}),
     History: (lambda engine, folder: History(), {}),
     JSONLinesLogger: (lambda engine, folder: JSONLinesLogger(folder / "log.jsonl"), {"ignore": ["position"]}),
-    LivePlot: (lambda engine, folder: LivePlot(path=folder / "curves.png"), {}),
+    LivePlot: (lambda engine, folder: LivePlot(), {}),
     LRSchedule: (lambda engine, folder: LRSchedule(schedule, every="update"), {"changes_training": True}),
     ModelSummary: (lambda engine, folder: ModelSummary(example=torch.ones(2, 4)), {}),
     Preemption: (lambda engine, folder: Preemption(), {}),

@@ -279,21 +279,6 @@ def test_a_notebook_shows_the_latest_rows():
     assert "0.1667" in text
 
 
-def test_it_keeps_no_engine_alive():
-    trainer = recording_engine()
-    history = History().attach(trainer)
-    trainer.run([0], max_epochs=1)
-    gc.collect()
-    gc.disable()
-    try:
-        alive = weakref.ref(trainer)
-        del trainer
-        assert alive() is None
-    finally:
-        gc.enable()
-    assert len(history) == 1
-
-
 def test_a_detached_history_grows_no_more():
     trainer = recording_engine()
     history = History().attach(trainer)

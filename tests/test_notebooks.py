@@ -28,6 +28,8 @@ def test_there_are_notebooks():
         "02_updates.ipynb",
         "03_parallel.ipynb",
         "04_stop_and_resume.ipynb",
+        "05_event_handlers.ipynb",
+        "06_composing_engines.ipynb",
     ]
 
 
