@@ -83,14 +83,18 @@ OURS: dict[type, tuple[Make, dict[str, Any]]] = {
     Timing: (lambda engine, folder: Timing(), {}),
     Validate: (lambda engine, folder: Validate(evaluator_of(engine), BATCHES, prefix="val/"), {}),
 }
-# these start a server's client or draw a grid for each of the contract's many runs: held to it in their own tests
-ELSEWHERE = {MLflowLogger, Predictions, SamplePredictions, WandbLogger}
+CLIENTS: dict[type, Make] = {
+    MLflowLogger: lambda engine, folder: MLflowLogger((folder.parent / "store").as_uri()),
+    WandbLogger: lambda engine, folder: WandbLogger("contract", mode="offline", directory=folder),
+}
+# Predictions is for evaluations, which are never taken up again; SamplePredictions is held to it in its own tests
+ELSEWHERE = {Predictions, SamplePredictions}
 
 
 def test_every_handler_of_ours_is_held_to_the_contract():
     public = [getattr(pellucid.handlers, name) for name in pellucid.handlers.__all__]
     handlers = {one for one in public if isinstance(one, type) and issubclass(one, Attachable)} - {Attachable}
-    assert handlers == set(OURS) | ELSEWHERE
+    assert handlers == {*OURS, *CLIENTS, *ELSEWHERE}
 
 
 @pytest.mark.filterwarnings("ignore:Profiler")
@@ -98,6 +102,20 @@ def test_every_handler_of_ours_is_held_to_the_contract():
 def test_our_handlers_keep_the_contract(kind, tmp_path):
     make, options = OURS[kind]
     check_handler(lambda engine: make(engine, Path(tempfile.mkdtemp(dir=tmp_path))), **options)
+
+
+@pytest.mark.parametrize("kind", CLIENTS, ids=lambda kind: kind.__name__)
+def test_those_that_start_a_client_for_each_run_keep_what_takes_few_runs(kind, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+
+    def make(engine: Engine) -> Any:
+        return CLIENTS[kind](engine, Path(tempfile.mkdtemp(dir=tmp_path)))
+
+    check_comes_off(make)
+    check_state_is_plain(make, ignore=["run_id"])
+    check_inner_runs(make, ignore=["run_id"])
+    check_looking_changes_nothing(make)
 
 
 # ---------------------------------------------------------------- handlers that break it
