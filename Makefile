@@ -20,7 +20,7 @@ demo: $(INSTALLED)
 	$(RUN) examples/digits.py
 
 test: $(INSTALLED) $(IGNITE_SUITE)
-	$(VENV)/bin/pytest --numprocesses 2 --dist loadfile
+	$(VENV)/bin/pytest --numprocesses 2 --dist loadfile --durations 25
 
 check: $(INSTALLED)
 	$(RUN) -m ruff check .

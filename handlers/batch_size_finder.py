@@ -143,8 +143,7 @@ class _Search:
         except (RuntimeError, MemoryError) as error:
             if not _is_out_of_memory(error):
                 raise
-        finally:
-            _free(self._engine.device)
+        _free(self._engine.device)
         return False, None
 
     def _train(self, size: int) -> int | None:
@@ -192,7 +191,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _free(device: torch.device) -> None:
-    """Give back what a trial has left; its error's traceback may have kept it in cycles until now."""
+    """Give back what a trial that failed has left: its error's traceback may keep it in cycles."""
     gc.collect()
     module = None if device.type == "cpu" else torch.get_device_module(device)
     if module is not None and hasattr(module, "empty_cache"):
