@@ -44,6 +44,7 @@ class Monitor:
         The end of an epoch is judged when the run moves on, so a metric recorded by any of its handlers is in time.
         """
         return (
+            (Events.STARTED, self._forget_epoch),
             (Events.EPOCH_COMPLETED, self._note_epoch),
             (Events.EPOCH_STARTED | Events.COMPLETED, self._check_recorded),
         )
@@ -74,6 +75,10 @@ class Monitor:
             return True
         gain = value - best if self.mode == "max" else best - value
         return gain > self._min_delta
+
+    def _forget_epoch(self, engine: Engine, batch: Any) -> None:
+        # an error in EPOCH_COMPLETED has ended the last run before all its handlers had recorded
+        self._epoch_to_check = None
 
     def _note_epoch(self, engine: Engine, batch: Any) -> None:
         self._epoch_to_check = engine.state.epoch

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from ..engine import CheckpointError
 from ._logger import Logger
 from ._output import Output
 
-__all__ = ["TrackingLogger", "check_hparams"]
+__all__ = ["TrackingLogger", "as_found_random_state", "check_hparams"]
 
 
 class TrackingLogger(Logger):
@@ -48,6 +50,16 @@ class TrackingLogger(Logger):
             raise CheckpointError(f"{type(self).__name__}: run_id must be a text or None, got {run_id!r}")
         super().load_state_dict(state_dict)
         self._run_id = run_id
+
+
+@contextmanager
+def as_found_random_state() -> Iterator[None]:
+    """Put Python's random state back, which the training may draw from."""
+    found = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(found)
 
 
 def check_hparams(hparams: Any) -> dict[str, bool | int | float | str]:

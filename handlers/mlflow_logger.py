@@ -11,7 +11,7 @@ from ..engine import Engine
 from ._logger import Counts
 from ._optional import import_optional
 from ._output import Output
-from ._tracking import TrackingLogger
+from ._tracking import TrackingLogger, as_found_random_state
 
 __all__ = ["MLflowLogger"]
 
@@ -79,6 +79,7 @@ class MLflowLogger(TrackingLogger):
         """The ``mlflow.MlflowClient``, for artifacts and the like; None before something was written."""
         return self._client
 
+    @as_found_random_state()  # MLflow draws for the name of a run
     def _open(self, engine: Engine, is_training: bool) -> None:
         if self._client is None:
             self._client = self._tracking.MlflowClient(tracking_uri=self._tracking_uri)
@@ -104,6 +105,7 @@ class MLflowLogger(TrackingLogger):
         if len(self._waiting) >= _MOST_AT_ONCE or now_sec >= self._send_at_sec:
             self._flush()
 
+    @as_found_random_state()  # and between two attempts to connect
     def _flush(self) -> None:
         waiting, self._waiting = self._waiting, []
         for begin in range(0, len(waiting), _MOST_AT_ONCE):

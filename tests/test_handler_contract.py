@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import random
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-import pellucid.handlers
+import pellucid.handlers.testing
 from pellucid.engine import Engine, Events
 from pellucid.handlers import (
     EMA,
@@ -30,6 +32,7 @@ from pellucid.handlers import (
     Profile,
     ProgressBar,
     SamplePredictions,
+    StatefulHandler,
     TensorBoardLogger,
     TerminateOnNan,
     Throughput,
@@ -78,7 +81,7 @@ OURS: dict[type, tuple[Make, dict[str, Any]]] = {
     ProgressBar: (lambda engine, folder: ProgressBar(), {}),
     TensorBoardLogger: (lambda engine, folder: TensorBoardLogger(folder), {}),
     TerminateOnNan: (lambda engine, folder: TerminateOnNan(), {}),
-    Throughput: (lambda engine, folder: Throughput(every=2), {}),
+    Throughput: (lambda engine, folder: Throughput(every=2), {"ignore": ["throughput/*"]}),
     TimeLimit: (lambda engine, folder: TimeLimit(1000), {"ignore": ["elapsed_sec"]}),
     Timing: (lambda engine, folder: Timing(), {}),
     Validate: (lambda engine, folder: Validate(evaluator_of(engine), BATCHES, prefix="val/"), {}),
@@ -199,17 +202,95 @@ class ReturnsNothing(Counter):
         super().attach(engine)
 
 
-class RaisesAnotherError(Counter):
-    def subscriptions(self) -> Any:
-        return (*super().subscriptions(), (Events.STARTED, self.begin), (Events.EXCEPTION_RAISED, self.close))
+class IsClosedOnlyAtTheEnd(Counter):
+    is_open = False
 
-    def begin(self, engine: Engine, batch: Any) -> None:
-        if getattr(self, "is_open", False):
+    def subscriptions(self) -> Any:
+        return ((Events.STARTED, self.open), (Events.COMPLETED, self.close))
+
+    def open(self, engine: Engine, batch: Any) -> None:
+        if self.is_open:
             raise RuntimeError("it is open already")
         self.is_open = True
 
     def close(self, engine: Engine, batch: Any) -> None:
+        self.is_open = False
+
+
+class ClosesWhatIsNotOpen(Counter):
+    def subscriptions(self) -> Any:
+        return ((Events.STARTED, self.open), (Events.COMPLETED | Events.EXCEPTION_RAISED, self.close))
+
+    def open(self, engine: Engine, batch: Any) -> None:
+        self.file = io.StringIO()
+
+    def close(self, engine: Engine, batch: Any) -> None:
+        self.file.close()
+
+
+class Exits(Counter):
+    def subscriptions(self) -> Any:
+        return ((Events.EXCEPTION_RAISED, self.exit),)
+
+    def exit(self, engine: Engine, batch: Any) -> None:
+        raise SystemExit(1)
+
+
+class Swallows(Counter):
+    def attach(self, engine: Engine) -> Any:
+        engine.ignite._handle_exception = lambda error: None
+        return super().attach(engine)
+
+
+class LeavesAHook(Counter):
+    def add(self, engine: Engine, batch: Any) -> None:
+        if not self.count:
+            engine.model.register_forward_hook(lambda *_: None)
+        super().add(engine, batch)
+
+
+class CannotBeLoaded(Attachable):
+    def subscriptions(self) -> Any:
+        return ((Events.STARTED, self.begin),)
+
+    def begin(self, engine: Engine, batch: Any) -> None:
         pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class RecordsAfresh(Attachable):
+    """Records how many iterations this run has had; keeps no state."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def subscriptions(self) -> Any:
+        return ((Events.ITERATION_COMPLETED, self.add),)
+
+    def add(self, engine: Engine, batch: Any) -> None:
+        self.count += 1
+        engine.record({"count": self.count})
+
+
+class LeavesTheModelInEvalMode(Counter):
+    def add(self, engine: Engine, batch: Any) -> None:
+        engine.model.eval()
+
+
+class DrawsInPython(Counter):
+    def add(self, engine: Engine, batch: Any) -> None:
+        random.random()
+
+
+class StopsWhatItIsAttachedTo(Counter):
+    """Stops the outer run when inner ones have taken too many iterations."""
+
+    def add(self, engine: Engine, batch: Any) -> None:
+        super().add(engine, batch)
+        if self.count > 10:
+            engine.terminate()
 
 
 class CountsForwards(Counter):
@@ -241,7 +322,16 @@ BROKEN = [
     (check_comes_off, Stays, r"detach\(\) leaves handlers behind"),
     (check_comes_off, AttachesToNothing, r"attach\(\) has attached nothing"),
     (check_comes_off, ReturnsNothing, r"attach\(\) must return the handler itself"),
-    (check_copes_with_errors, RaisesAnotherError, "the run after a .* fails: RuntimeError"),
+    (check_comes_off, LeavesAHook, r"detach\(\) leaves hooks of the model behind"),
+    (check_copes_with_errors, IsClosedOnlyAtTheEnd, "the run after a .* fails: RuntimeError"),
+    (check_copes_with_errors, ClosesWhatIsNotOpen, "STARTED attached before it it raises an error itself: Attribute"),
+    (check_copes_with_errors, Exits, "raises an error itself: SystemExit"),
+    (check_copes_with_errors, Swallows, "does not leave the run"),
+    (check_state_is_plain, CannotBeLoaded, r"load_state_dict\(\) is missing"),
+    (check_resumes, RecordsAfresh, "in new objects ends with another series of records"),
+    (check_looking_changes_nothing, LeavesTheModelInEvalMode, "does not end as one without it"),
+    (check_looking_changes_nothing, DrawsInPython, r"\['random state'\]\['Python'\]"),
+    (check_inner_runs, StopsWhatItIsAttachedTo, "attached to the engine of inner runs too"),
     (check_inner_runs, CountsForwards, r"ends with another state_dict\(\)"),
 ]
 
@@ -252,6 +342,46 @@ def test_a_handler_that_breaks_it_is_caught(check, broken, message):
         check(lambda engine: broken())
     with pytest.raises(ContractError):
         check_handler(lambda engine: broken())
+
+
+class OfNoBase:
+    """Has what a ``StatefulHandler`` has, and derives from nothing."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def attach(self, engine: Engine) -> Any:
+        engine.add_event_handler(Events.ITERATION_COMPLETED, self.add)
+        return self
+
+    def detach(self, engine: Engine) -> None:
+        engine.remove_event_handler(self.add, Events.ITERATION_COMPLETED)
+
+    def add(self, engine: Engine, batch: Any) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.count = state_dict["count"]
+
+
+def test_one_that_derives_from_nothing_is_held_to_the_same():
+    assert isinstance(OfNoBase(), StatefulHandler)
+    check_handler(lambda engine: OfNoBase())
+
+
+def test_what_differs_from_run_to_run_may_be_left_out():
+    with pytest.raises(ContractError, match="another series of records"):
+        check_handler(lambda engine: RecordsAfresh())
+    check_handler(lambda engine: RecordsAfresh(), ignore=["cou*"])
+
+
+def test_the_checks_need_no_test_framework():
+    source = Path(pellucid.handlers.testing.__file__).parent
+    names = {word for file in ("testing.py", "_contract.py") for word in (source / file).read_text("utf-8").split()}
+    assert not {"pytest", "unittest", "hypothesis"} & names
 
 
 def test_one_that_keeps_it_passes():
