@@ -218,17 +218,6 @@ def test_no_graph_is_kept_and_no_tensor_more_as_the_run_goes_on(back_end, tmp_pa
     assert {reference() for reference in alive} == {None}
 
 
-def test_it_keeps_no_engine_alive(tmp_path):
-    trainer = make_trainer()
-    log = CSVLogger(tmp_path / "metrics.csv", output="loss", every=1).attach(trainer)
-    trainer.run([0], max_epochs=1)
-    alive = weakref.ref(trainer)
-    del trainer
-    gc.collect()
-    assert alive() is None
-    assert log.path.exists()
-
-
 # ---- ranks
 
 
