@@ -70,7 +70,10 @@ class Attachable(ABC):
 
 @runtime_checkable
 class StatefulHandler(Protocol):
-    """What :func:`pellucid.handlers.testing.check_handler` takes: anything that is attached and may have a state."""
+    """What is attached to an engine and has a state that is saved and resumed with it, derived from what it will.
+
+    :func:`pellucid.handlers.testing.check_handler` takes these, and those without a state too.
+    """
 
     def attach(self, engine: Engine) -> Any:
         """Listen to ``engine``'s events, and return the handler itself."""

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import random
+import signal
+import stat
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -26,6 +30,7 @@ __all__ = [
     "SmallTraining",
     "compare",
     "has_state",
+    "open_resources",
     "through_a_file",
 ]
 
@@ -70,14 +75,14 @@ class SmallTraining:
         self.recorded: list[tuple[int, dict[str, Any]]] = []
         self.outcome: dict[str, Any] = {}  # of the last run
         self.samples: list[list[int]] = []
-        failures = [] if failure is None else [failure]
-        self.engine = Engine(_step(self.samples, failures), self.model, optimizer=optimizer, name="training")
+        self.failures = [] if failure is None else [failure]  # still to come
+        self.engine = Engine(_step(self.samples, self.failures), self.model, optimizer=optimizer, name="training")
         self.loader = DataLoader(_samples(), 4, shuffle=True)
-        _let_fail(self.engine, failures, before=True)
+        _let_fail(self.engine, self.failures, before=True)
         self.handler: Any = None if make is None else make(self.engine)
         if self.handler is not None:
             self.handler.attach(self.engine)
-        _let_fail(self.engine, failures, before=False)
+        _let_fail(self.engine, self.failures, before=False)
         self.engine.add_event_handler(Events.EPOCH_COMPLETED, _record_score)
         self.engine.add_event_handler(Events.METRICS_RECORDED, _note(self.recorded))
 
@@ -217,6 +222,36 @@ def _random_state() -> dict[str, int]:
         "NumPy": None if numpy is None else [part.tolist() for part in numpy.random.get_state()[1:2]],
     }
     return {name: zlib.crc32(repr(state).encode()) for name, state in states.items()}
+
+
+def open_resources() -> set[str]:
+    """Return what this process holds now: threads, files it has open, and what it does at each signal."""
+    threads = {f"the thread {thread.name!r} ({thread.ident})" for thread in threading.enumerate()}
+    handlers = ((number, signal.getsignal(number)) for number in signal.valid_signals())
+    signals = {f"{handler!r} for signal {int(number)}" for number, handler in handlers if callable(handler)}
+    return threads | signals | _open_files()
+
+
+def _open_files() -> set[str]:
+    """Return ordinary files only: sockets and pipes are often kept by a library for all its users."""
+    if not os.path.isdir("/dev/fd"):  # Windows
+        return set()
+    found = set()
+    for number in os.listdir("/dev/fd"):
+        try:
+            status = os.fstat(int(number))
+        except OSError:  # that of the listing itself
+            continue
+        if stat.S_ISREG(status.st_mode):
+            found.add(f"the file {_path_of(number)} (descriptor {number}, inode {status.st_ino})")
+    return found
+
+
+def _path_of(number: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{number}")
+    except OSError:  # there is no such folder on macOS
+        return "of unknown name"
 
 
 # ---------------------------------------------------------------------- states and comparison

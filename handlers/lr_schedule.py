@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, get_args
 
 from ignite.handlers.param_scheduler import ParamGroupScheduler, ParamScheduler, ReduceLROnPlateauScheduler
@@ -80,6 +82,7 @@ class LRSchedule(Attachable):
         self._factory = scheduler
         self._scheduler: Scheduler | None = None
         self._has_begun = False
+        self._is_resumed = False  # and has not moved since
         self._warmed = 0  # updates of the warm-up that have been made
         self._full_rates: list[float] = []  # those the warm-up rises to
         if isinstance(scheduler, Scheduler):
@@ -194,7 +197,9 @@ class LRSchedule(Attachable):
     def _move(self, engine: Engine, *score: float) -> None:
         scheduler = self._scheduler
         if isinstance(scheduler, LRScheduler):
-            scheduler.step(*score)  # type: ignore[arg-type]  # a plateau schedule takes its score
+            with _no_false_alarm() if self._is_resumed else nullcontext():
+                scheduler.step(*score)  # type: ignore[arg-type]  # a plateau schedule takes its score
+            self._is_resumed = False
         elif scheduler is not None:
             scheduler(engine.ignite)
 
@@ -235,7 +240,7 @@ class LRSchedule(Attachable):
                 f"{len(state_dict['rates'])}"
             )
         self.scheduler.load_state_dict(copy.deepcopy(state_dict["scheduler"]))  # some take keys out of what they load
-        self._has_begun = bool(state_dict["has_begun"])
+        self._has_begun, self._is_resumed = bool(state_dict["has_begun"]), True
         self._warmed = int(state_dict["warmed"])
         self._full_rates = list(state_dict["full_rates"])
         set_rates(self._optimizer, state_dict["rates"])
@@ -245,6 +250,14 @@ class LRSchedule(Attachable):
         what = "factory" if self._scheduler is None else type(self._scheduler).__name__
         when = f"every={self._every!r}" if self._monitored is None else f"monitor={self._monitored!r}"
         return f"LRSchedule({what}, {when}{f', warmup={self._warmup}' if self._warmup else ''})"
+
+
+@contextmanager
+def _no_false_alarm() -> Iterator[None]:
+    """Let torch not warn that no update came before: there was one, in the process that is gone on from."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of .lr_scheduler.step")
+        yield
 
 
 def _check_scheduler(scheduler: Scheduler, monitor: str | None) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import random
+import signal
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,10 @@ def schedule(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
 
+def plateau(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", patience=0)
+
+
 def evaluator_of(trainer: Engine) -> Engine:
     return Engine(lambda engine, batch: engine.model(batch[0]), trainer.model, mode="eval")
 
@@ -90,6 +96,28 @@ OURS: dict[type, tuple[Make, dict[str, Any]]] = {
     Timing: (lambda engine, folder: Timing(), {}),
     Validate: (lambda engine, folder: Validate(evaluator_of(engine), BATCHES, prefix="val/"), {}),
 }
+# the same in other ways of use
+VARIANTS: dict[str, tuple[Make, dict[str, Any]]] = {
+    "the best are kept": (lambda engine, folder: Checkpoint(folder, monitor="score", mode="min"), {"ignore": ["run"]}),
+    "saved in the background": (
+        lambda engine, folder: Checkpoint(folder, Events.ITERATION_COMPLETED(every=2), async_save=True),
+        {"ignore": ["run"]},
+    ),
+    "it stops the run": (
+        lambda engine, folder: EarlyStopping("loss", mode="min", patience=2),
+        {"changes_training": True},
+    ),
+    "the time is up": (
+        lambda engine, folder: TimeLimit(1e-9),
+        {"changes_training": True, "ignore": ["elapsed_sec"]},
+    ),
+    "rates by epochs": (lambda engine, folder: LRSchedule(schedule, every="epoch"), {"changes_training": True}),
+    "rates by a score": (lambda engine, folder: LRSchedule(plateau, monitor="score"), {"changes_training": True}),
+    "validation in each iteration": (
+        lambda engine, folder: Validate(evaluator_of(engine), BATCHES, every=Events.ITERATION_COMPLETED),
+        {},
+    ),
+}
 # Predictions is for evaluations, which are never taken up again; SamplePredictions is held to it in its own tests
 ELSEWHERE = {Predictions, SamplePredictions}
 
@@ -106,6 +134,12 @@ def test_our_handlers_keep_the_contract(kind, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     make, options = OURS[kind]
+    check_handler(lambda engine: make(engine, Path(tempfile.mkdtemp(dir=tmp_path))), **options)
+
+
+@pytest.mark.parametrize("use", VARIANTS)
+def test_they_keep_it_in_other_ways_of_use_too(use, tmp_path):
+    make, options = VARIANTS[use]
     check_handler(lambda engine: make(engine, Path(tempfile.mkdtemp(dir=tmp_path))), **options)
 
 
@@ -308,6 +342,73 @@ class CountsForwards(Counter):
         self.hook.remove()
 
 
+class OpensWhatStaysOpen(Counter):
+    """Closes it only where a run ends well, so that an error leaves it open."""
+
+    def subscriptions(self) -> Any:
+        return ((Events.STARTED, self.open), (Events.COMPLETED, self.close))
+
+    def open(self, engine: Engine, batch: Any) -> None:
+        raise NotImplementedError
+
+    def close(self, engine: Engine, batch: Any) -> None:
+        raise NotImplementedError
+
+    def __del__(self) -> None:
+        self.close(None, None)  # at the end of this test
+
+
+class LeavesAFileOpen(OpensWhatStaysOpen):
+    def open(self, engine: Engine, batch: Any) -> None:
+        self.close(engine, batch)
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115
+
+    def close(self, engine: Any, batch: Any) -> None:
+        if hasattr(self, "file"):
+            self.file.close()
+
+
+class LeavesAThread(OpensWhatStaysOpen):
+    def open(self, engine: Engine, batch: Any) -> None:
+        self.close(engine, batch)
+        self.is_over = threading.Event()
+        self.thread = threading.Thread(target=self.is_over.wait, name="watcher")
+        self.thread.start()
+
+    def close(self, engine: Any, batch: Any) -> None:
+        if hasattr(self, "thread"):
+            self.is_over.set()
+            self.thread.join()
+
+
+class LeavesASignalHandler(OpensWhatStaysOpen):
+    def open(self, engine: Engine, batch: Any) -> None:
+        signal.signal(signal.SIGUSR2, print)
+
+    def close(self, engine: Any, batch: Any) -> None:
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+
+
+class LeavesAHookAfterAnError(CountsForwards):
+    """It removes the last one it has made, at the end of a run that ends well."""
+
+
+class LeavesALayerInEvalMode(Counter):
+    """Between two iterations a layer is in eval mode, and after an error there it stays so."""
+
+    def subscriptions(self) -> Any:
+        return (
+            (Events.ITERATION_COMPLETED, self.freeze),
+            (Events.ITERATION_STARTED | Events.COMPLETED, self.thaw),
+        )
+
+    def freeze(self, engine: Engine, batch: Any) -> None:
+        engine.model[2].eval()
+
+    def thaw(self, engine: Engine, batch: Any) -> None:
+        engine.model[2].train()
+
+
 BROKEN = [
     (check_keeps_nothing_alive, KeepsTheEngine, "keeps the engine alive"),
     (check_keeps_nothing_alive, KeepsTheBatch, "keeps a batch alive"),
@@ -330,6 +431,15 @@ BROKEN = [
     (check_resumes, RecordsAfresh, "in new objects ends with another series of records"),
     (check_looking_changes_nothing, LeavesTheModelInEvalMode, "does not end as one without it"),
     (check_looking_changes_nothing, DrawsInPython, r"\['random state'\]\['Python'\]"),
+    (
+        check_copes_with_errors,
+        LeavesAFileOpen,
+        "in the step leaves behind the file /.*: close on every way out of a run",
+    ),
+    (check_copes_with_errors, LeavesAThread, "in the step leaves behind the thread 'watcher'"),
+    (check_copes_with_errors, LeavesASignalHandler, r"leaves behind <built-in function print> for signal \d+"),
+    (check_copes_with_errors, LeavesAHookAfterAnError, "in the step leaves hooks of the model behind"),
+    (check_copes_with_errors, LeavesALayerInEvalMode, r"ends the run with another outcome .*: \['modes'\]"),
     (check_inner_runs, StopsWhatItIsAttachedTo, "attached to the engine of inner runs too"),
     (check_inner_runs, CountsForwards, r"ends with another state_dict\(\)"),
 ]
