@@ -14,10 +14,20 @@ from torch.optim import Optimizer
 from ..engine import Engine, HandlerError
 from ._optimizers import optimizers_of, parameters_of
 
-__all__ = ["REMEDY", "Factory", "fresh_optimizers", "run_untouched"]
+__all__ = ["REMEDY", "Factory", "fresh_optimizers", "require_engine", "run_untouched"]
 
 Factory = Callable[[Iterable[nn.Parameter]], Optimizer]
 REMEDY = "it must use engine.model and engine.update() of the engine it is called with, not those outside"
+
+
+def require_engine(name: str, engine: Any) -> None:
+    """Refuse what is no engine.
+
+    Raises:
+        HandlerError: as above.
+    """
+    if not isinstance(engine, Engine):
+        raise HandlerError(f"{name}.run tries on the model of an Engine, got {type(engine).__name__}: {engine!r}")
 
 
 def fresh_optimizers(engine: Engine, only: str | None = None) -> Factory | dict[str, Factory]:

@@ -9,14 +9,15 @@ from typing import Any, Literal
 
 import torch
 
-from ..engine import FSDP, Engine, Events, HandlerError, SingleDevice, Step
+from ..engine import FSDP, DataError, Engine, Events, HandlerError, SingleDevice, Step
 from ._batches import count_samples
 from ._monitor import require_number
-from ._trial import REMEDY, fresh_optimizers, run_untouched
+from ._trial import REMEDY, fresh_optimizers, require_engine, run_untouched
 
 __all__ = ["BatchSizeFinder", "BatchSizeResult"]
 
-_SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+# what PyTorch says where it raises no OutOfMemoryError: the CPU, CUDA and its libraries, Apple's MPS
+_SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "_STATUS_ALLOC_FAILED", "Invalid buffer size")
 
 
 class BatchSizeFinder:
@@ -66,7 +67,14 @@ class BatchSizeFinder:
         Raises:
             HandlerError: even ``min_batch_size`` does not fit; the engine makes no updates; its optimizer cannot be
                 made anew for the copy; the model is sharded over ranks, of which none can try alone.
+            DataError: there is no batch of ``min_batch_size`` in the data.
         """
+        require_engine("BatchSizeFinder", engine)
+        if not callable(make_data):
+            raise TypeError(
+                f"make_data={make_data!r}: a function of the batch size was wanted, such as "
+                "lambda size: DataLoader(dataset, size, shuffle=True)"
+            )
         if isinstance(engine.strategy, FSDP) and engine.state.world_size > 1:
             raise HandlerError(
                 "BatchSizeFinder tries sizes on each rank alone, which a model that FSDP shares out over several ranks "
@@ -97,7 +105,8 @@ class BatchSizeResult:
 
     Attributes:
         batch_size: the largest that fits, on every rank.
-        trials: each size that was tried, in this order, and whether it fits.
+        trials: each size that was tried, in this order, and whether it fits; one that the data has no batch of (with
+            ``drop_last``) does not.
         limited_by: what keeps it from being larger: ``"memory"``, ``"max_batch_size"``, or ``"data"``, which had no
             larger batch.
     """
@@ -119,6 +128,7 @@ class _Search:
         self._iterations = iterations
         self._trials: dict[int, bool] = {}
         self._most_samples: int | None = None  # in a batch that was asked to have more
+        self._without_data: set[int] = set()  # sizes that the data has no batch of
 
     @property
     def largest_fitting(self) -> int | None:
@@ -131,20 +141,27 @@ class _Search:
     def fits(self, size: int) -> bool:
         """Try a size on every rank, and say whether to go on. A collective."""
         outcomes = self._engine.strategy.gather(self._try(size))
-        short = [samples for _, samples in outcomes if samples is not None]
-        self._trials[size] = all(fits for fits, _ in outcomes)
+        self._trials[size] = all(outcome == "fits" or isinstance(outcome, int) for outcome in outcomes)
+        if "no data" in outcomes and "no memory" not in outcomes:
+            self._without_data.add(size)
+        short = [outcome for outcome in outcomes if isinstance(outcome, int)]
         if short and self._trials[size]:
             self._most_samples = min(short)
         return self._trials[size] and not short
 
-    def _try(self, size: int) -> tuple[bool, int | None]:
+    def _try(self, size: int) -> Literal["fits", "no memory", "no data"] | int:
+        """Train a copy; a number: it fits, but the batch had only so many samples."""
         try:
-            return True, self._train(size)
+            return self._train(size) or "fits"
+        except DataError:
+            if not self._trials:
+                raise
+            return "no data"
         except (RuntimeError, MemoryError) as error:
             if not _is_out_of_memory(error):
                 raise
         _free(self._engine.device)
-        return False, None
+        return "no memory"
 
     def _train(self, size: int) -> int | None:
         """Train a copy; return how many samples its first batch had if these were fewer than asked for."""
@@ -183,6 +200,8 @@ class _Search:
         trials = tuple(self._trials.items())
         if self._most_samples is not None:
             return BatchSizeResult(min(fitting, max(self._most_samples, 1)), trials, "data")
+        if self.smallest_too_large in self._without_data:
+            return BatchSizeResult(fitting, trials, "data")
         return BatchSizeResult(fitting, trials, "max_batch_size" if fitting == last else "memory")
 
 

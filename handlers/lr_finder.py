@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..engine import Engine, Events, HandlerError, RunError, StateView, Step
 from ._monitor import require_number, require_positive
 from ._optimizers import optimizers_of, rates_of, set_rates
-from ._trial import REMEDY, fresh_optimizers, run_untouched
+from ._trial import REMEDY, fresh_optimizers, require_engine, run_untouched
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -87,6 +87,7 @@ class LRFinder:
             HandlerError: the engine makes no updates; its optimizer cannot be made anew for the copy; the step updates
                 something else than the copy.
         """
+        require_engine("LRFinder", engine)
         optimizers = fresh_optimizers(engine, self._only)
         inner = engine.fork(step, mode="train", model="copy", optimizer=optimizers, name="lr finder")
         shares = {name: _shares(one) for name, one in optimizers_of(engine).items() if self._only in (None, name)}

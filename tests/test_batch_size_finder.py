@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from training import Training, assert_equal_to_the_bit
 
-from pellucid.engine import DDP, FSDP, Engine, Events, HandlerError
+from pellucid.engine import DDP, FSDP, DataError, Engine, Events, HandlerError
 from pellucid.handlers import BatchSizeFinder, BatchSizeResult
 
 DATA = TensorDataset(torch.zeros(1000, 2))
@@ -40,7 +40,11 @@ def trainer(room: int = 10**9, error: Any = torch.OutOfMemoryError, **options: A
     return Engine(fitting(room, error), model, optimizer=torch.optim.Adam(model.parameters()), **options)
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError, RuntimeError])
+def cudnn(text: str) -> RuntimeError:
+    return RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError, RuntimeError, cudnn])
 def test_it_doubles_until_memory_runs_out_and_then_halves_the_gap(error):
     assert BatchSizeFinder(refine=3).run(trainer(45, error), loader) == BatchSizeResult(
         44, ((2, True), (4, True), (8, True), (16, True), (32, True), (64, False), (48, False),
@@ -79,6 +83,40 @@ def test_looking_for_it_changes_nothing_of_a_run():
     for one in (plain, found):  # the step of the copy is the same function, and has noted what it saw
         one.pop("samples"), one.pop("losses")
     assert_equal_to_the_bit(plain, found)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyError])
+def test_a_search_that_fails_inside_a_run_changes_nothing_of_it_either(error):
+    watched, failed = Training(), []
+
+    def step(engine: Engine, batch: Any) -> None:
+        watched.step(engine, batch)
+        if engine.state.iteration == 2:
+            raise error("out of memory")
+
+    @watched.engine.on(Events.ITERATION_COMPLETED(every=3))
+    def look(engine: Engine, batch: Any) -> None:
+        with pytest.raises((HandlerError, KeyError)) as caught:
+            BatchSizeFinder().run(engine, lambda size: watched.loader, step)
+        failed.append(caught.type)
+
+    plain = Training().run(epochs=2).outcome()
+    found = watched.run(epochs=2).outcome()
+    assert failed == [HandlerError if error is torch.OutOfMemoryError else KeyError] * len(failed) != []
+    for one in (plain, found):
+        one.pop("samples"), one.pop("losses")
+    assert_equal_to_the_bit(plain, found)
+
+
+def test_a_size_that_the_data_has_no_batch_of_is_too_large():
+    def whole_batches(size: int) -> Any:
+        return DataLoader(DATA, size, drop_last=True)
+
+    result = BatchSizeFinder(256, refine=1).run(trainer(), whole_batches)
+    assert result == BatchSizeResult(768, ((256, True), (512, True), (1024, False), (768, True)), "data")
+    assert BatchSizeFinder(256, refine=1).run(trainer(600), whole_batches).limited_by == "memory"
+    with pytest.raises(DataError, match="the data gave no batch"):
+        BatchSizeFinder(2000).run(trainer(), whole_batches)
 
 
 def test_at_rest_it_leaves_nothing_behind():
@@ -136,6 +174,13 @@ def _refused_on_a_rank() -> str:
 def test_a_model_that_ranks_share_is_refused_with_the_remedy():
     for message in run_on_ranks(_refused_on_a_rank, 2):
         assert "limit_batches=3" in message
+
+
+def test_what_is_no_engine_and_no_function_is_refused():
+    with pytest.raises(HandlerError, match="on the model of an Engine, got Linear"):
+        BatchSizeFinder().run(nn.Linear(2, 1), loader)
+    with pytest.raises(TypeError, match=r"make_data=.*: a function of the batch size was wanted"):
+        BatchSizeFinder().run(trainer(), loader(2))
 
 
 @pytest.mark.parametrize(
