@@ -74,6 +74,53 @@ def test_a_limited_run_that_is_stopped_goes_on_as_if_it_had_not(loader):
     assert_equal_to_the_bit(run(stops=False), run(stops=True))
 
 
+@pytest.mark.parametrize("loader", ["shuffled", "numpy sampler", "global noise"])
+@pytest.mark.parametrize("stop", range(1, 9))
+def test_a_limited_run_goes_on_in_new_objects(loader, stop):
+    torch.manual_seed(0)
+    whole, wanted = collecting()
+    whole.run(LOADERS[loader](), max_epochs=3, limit_batches=3)
+    wanted_next = torch.rand(())
+    torch.manual_seed(0)
+    stopped, seen = collecting()
+    stopped.add_event_handler(Events.ITERATION_COMPLETED(once=stop), lambda engine, batch: terminate(engine))
+    stopped.run(LOADERS[loader](), max_epochs=3, limit_batches=3)
+    torch.manual_seed(1)
+    resumed, rest = collecting()
+    resumed.load_state_dict(stopped.state_dict())
+    resumed.run(LOADERS[loader](), max_epochs=3, limit_batches=3)
+    assert_equal_to_the_bit([wanted, wanted_next], [seen + rest, torch.rand(())])
+
+
+@pytest.mark.parametrize(("first", "then", "wanted"), [
+    ({"limit_batches": 2}, {}, [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]),  # the epoch that was stopped goes on to its end
+    ({"limit_batches": 2}, {"limit_batches": 3}, [0, 1, 2, 0, 1, 2]),
+    ({}, {"limit_batches": 1}, [0, 1, 0]),  # it has had its batch
+    ({"limit_batches": 2}, {"max_iters": 6}, [0, 1, 2, 3, 4, 0]),
+    ({"epoch_length": 3}, {"limit_batches": 2}, [0, 1, 0, 1]),
+])  # fmt: skip
+def test_a_run_that_goes_on_from_a_stop_has_a_limit_of_its_own(first, then, wanted):
+    seen: list[int] = []
+    engine = Engine(lambda engine, batch: seen.append(batch))
+    engine.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda engine, batch: terminate(engine))
+    engine.run(range(5), max_epochs=2, **first)
+    engine.run(range(5), **({"max_epochs": 2} | then if "max_iters" not in then else then))
+    assert seen == wanted
+
+
+def test_nothing_beyond_the_limit_is_drawn():
+    drawn: list[int] = []
+
+    def numbers() -> Any:
+        for number in range(100):
+            drawn.append(number)
+            yield number
+
+    Engine(lambda engine, batch: None).run(lambda state: numbers(), max_epochs=2, limit_batches=3)
+    Engine(lambda engine, batch: None).run(numbers(), limit_batches=2)
+    assert drawn == [0, 1, 2, 0, 1, 2, 0, 1]
+
+
 @pytest.mark.parametrize("is_length_known", [True, False])
 def test_a_window_ends_with_the_limited_epoch(is_length_known):
     model = nn.Linear(1, 1, bias=False)
