@@ -20,6 +20,8 @@ from .folder import (
     InvalidCheckpoint,
     checkpoints_in,
     clear,
+    holds_parts,
+    is_named_as_one,
     load_tensors,
     read,
     read_manifest,
@@ -93,6 +95,8 @@ class Saving:
                 self._path = self._work()
         except BaseException as error:
             self._error = error
+            if self._thread is not None:  # nobody may ever ask
+                _log.error("a checkpoint could not be written in the background: %s", _describe(error))
         finally:
             self._work = None  # and with it the copy of the weights
 
@@ -155,14 +159,14 @@ def save_checkpoint(
         CheckpointError: a part of it holds what a weights-only loader would not read.
         OSError: it could not be written; nothing is left of it then.
     """
-    state = engine.state
+    state, target = engine.state, _folder_path(directory)
     content = collect(engine, copy=background)
     noted = {"epoch": state.epoch, "iteration": state.iteration, "world_size": state.world_size, **(about or {})}
     noted["time"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
 
     def work() -> Path:
         assert content is not None
-        path = write(Path(directory), content, noted)
+        path = write(target, content, noted)
         if then is not None:
             then(path)
         return path
@@ -179,7 +183,7 @@ def save_checkpoint(
 def list_checkpoints(directory: PathLike) -> list[CheckpointInfo]:
     """Return the checkpoints in ``directory``, the newest first, by their manifests. Files are not compared."""
     found = []
-    for folder in checkpoints_in(Path(directory)):
+    for folder in checkpoints_in(_folder_path(directory)):
         try:
             found.append(_info(folder, read_manifest(folder)))
         except CheckpointError:
@@ -197,14 +201,15 @@ def remove_checkpoint(path: PathLike) -> None:
     """Remove a checkpoint's folder; one that is gone is gone.
 
     Raises:
+        CheckpointError: it is something else than a checkpoint, which is left alone.
         OSError: it cannot be removed.
     """
-    remove(Path(path))
+    remove(_folder_path(path))
 
 
 def clear_unfinished(directory: PathLike) -> None:
     """Remove what processes that are no more have left half-written in ``directory``."""
-    clear(Path(directory))
+    clear(_folder_path(directory))
 
 
 # ---------------------------------------------------------------------- resuming
@@ -221,11 +226,12 @@ def resume(engine: Any, directory: PathLike) -> CheckpointInfo | None:
         directory: what ``Checkpoint`` was given, or the folder of one checkpoint.
 
     Returns:
-        what was loaded, None if there is no checkpoint.
+        what was loaded, None if the directory is empty or not there yet.
 
     Raises:
         CheckpointError: it does not fit, a later version has written it, it holds what only an unsafe loader would
-            read, or none of those that are there is whole. The engine is as it was then.
+            read, none of those that are there is whole, or the path is a file or a checkpoint that is not there. The
+            engine is as it was then.
         RunError: the engine is running.
 
     Example:
@@ -236,7 +242,8 @@ def resume(engine: Any, directory: PathLike) -> CheckpointInfo | None:
     if engine.is_running():
         raise RunError(f"engine {engine.name!r} is running: resume() is for an engine at rest")
     strategy: Strategy = engine.strategy
-    found = _agreed(strategy, lambda: _choose(Path(directory)), by_first=True)
+    path = _folder_path(directory)
+    found = _agreed(strategy, lambda: _choose(path), by_first=True)
     if found is None:
         return None
     folder, manifest, passed_over = found
@@ -271,8 +278,23 @@ def _agreed(strategy: Strategy, work: Callable[[], Any], by_first: bool = False)
     return strategy.broadcast(value) if by_first else value
 
 
+def _folder_path(path: Any) -> Path:
+    """Return the absolute path of a folder, with ``~`` for the home directory; it need not be there.
+
+    Raises:
+        TypeError: no path.
+    """
+    if isinstance(path, CheckpointInfo):
+        raise TypeError(f"a path was wanted, and this is what is known of a checkpoint: give its path, {path.path}")
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise TypeError(f"{path!r}: the path of a folder was wanted, such as 'runs/digits'")
+    return Path(path).expanduser().absolute()
+
+
 def _choose(directory: Path) -> tuple[Path, dict[str, Any], dict[str, str]] | None:
-    if (directory / "manifest.json").exists():
+    if directory.exists() and not directory.is_dir():
+        raise CheckpointError(f"{directory} is a file: give the directory of the checkpoints, or the folder of one")
+    if holds_parts(directory) or is_named_as_one(directory):
         manifest = read_manifest(directory)
         verify(directory, manifest)
         return directory, manifest, {}
@@ -304,8 +326,8 @@ def load_weights(module: nn.Module, path: PathLike, *, part: str = "") -> None:
     Raises:
         CheckpointError: there is no whole checkpoint, or the weights do not fit the module, which is unchanged then.
     """
-    path = Path(path)
-    if path.is_file():
+    path = _folder_path(path)
+    if path.is_file() and path.name != "manifest.json":
         state: dict[str, Any] = dict(load_tensors(path))
     else:
         state = _saved_weights(path, part)

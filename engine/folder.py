@@ -20,7 +20,6 @@ import os
 import re
 import shutil
 import stat
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -43,6 +42,8 @@ __all__ = [
     "InvalidCheckpoint",
     "checkpoints_in",
     "clear",
+    "holds_parts",
+    "is_named_as_one",
     "load_tensors",
     "read",
     "read_manifest",
@@ -115,9 +116,11 @@ def write(directory: Path, content: Content, about: Mapping[str, Any]) -> Path:
 
 @contextmanager
 def _new_folder(directory: Path) -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix=_WRITING, dir=directory))
-    held = _hold(folder)
+    folder = directory / f"{_WRITING}{os.urandom(6).hex()}"  # a checkpoint is for whoever may read the directory
+    folder.mkdir()
+    held = None
     try:
+        held = _hold(folder)
         yield folder
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -218,8 +221,20 @@ def remove(folder: Path) -> None:
     """Remove a checkpoint: first its name, so that what is left by a crash is no checkpoint. One that is gone is gone.
 
     Raises:
+        CheckpointError: it is something else than a checkpoint.
         OSError: it cannot be removed.
     """
+    if not os.path.lexists(folder):
+        return
+    if folder.is_symlink() or not folder.is_dir():
+        raise CheckpointError(f"{folder} is no folder, so it is no checkpoint, and is not removed")
+    try:
+        read_manifest(folder)
+    except InvalidCheckpoint as error:
+        raise CheckpointError(
+            f"{folder} is no checkpoint, or one that is damaged, and is not removed ({error}): what is known to be of "
+            "no use goes by shutil.rmtree"
+        ) from None
     doomed = folder.with_name(_REMOVING + folder.name)
     with suppress(FileNotFoundError):
         os.rename(folder, doomed)
@@ -242,6 +257,11 @@ def clear(directory: Path) -> None:
 # ---------------------------------------------------------------------- reading
 
 
+def is_named_as_one(folder: Path) -> bool:
+    """Say whether a path has the name of a checkpoint, whatever is there."""
+    return _NAME.fullmatch(folder.name) is not None
+
+
 def checkpoints_in(directory: Path) -> list[Path]:
     """Return the folders in ``directory`` that are named as checkpoints, the newest first."""
     try:
@@ -250,6 +270,11 @@ def checkpoints_in(directory: Path) -> list[Path]:
         return []
     found = [(int(match[1]), match[0]) for match in map(_NAME.fullmatch, names) if match is not None]
     return [directory / name for _, name in sorted(found, reverse=True)]
+
+
+def holds_parts(folder: Path) -> bool:
+    """Say whether there are files of a checkpoint in a folder."""
+    return any((folder / name).exists() for name in (_MANIFEST, _TRAINING, "model.safetensors"))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -261,8 +286,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / _MANIFEST
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise InvalidCheckpoint(f"{path}: {path.stat().st_size} bytes are too many for a manifest")
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
+            raise InvalidCheckpoint(f"{path} is no regular file")
+        if found.st_size > _MOST_BYTES:
+            raise InvalidCheckpoint(f"{path}: {found.st_size} bytes are too many for a manifest")
         manifest: Any = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidCheckpoint(f"{path} cannot be read: {error.strerror}") from error
@@ -286,7 +314,7 @@ def _checked(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     for name, described in files.items():
         if not _FILE.fullmatch(name) or not isinstance(described, dict) or set(described) != {"size", "sha256"}:
             raise InvalidCheckpoint(f"{path} names a file {name!r} that no checkpoint has")
-    unknown = [name for name in modules.values() if name not in files]
+    unknown = [name for name in modules.values() if not isinstance(name, str) or name not in files]
     if unknown:
         raise InvalidCheckpoint(f"{path} has a model in {unknown[0]!r}, which it does not list among its files")
     return manifest

@@ -35,7 +35,7 @@ class Monitor:
         self.mode = mode
         self._min_delta: float = require_number("min_delta", min_delta, least=0)
         self._first_epoch: int = require_number("first_epoch", first_epoch, least=1, whole=True)
-        self._has_come = False
+        self.has_come = False  # part of the state of whoever monitors: a resumed run need not wait for it again
         self._epoch_to_check: int | None = None
 
     def subscriptions(self) -> Sequence[Subscription]:
@@ -58,7 +58,7 @@ class Monitor:
         record = engine.state.last_record
         if record is None or self.name not in record.values:
             return None
-        self._has_come = True
+        self.has_come = True
         value = record.values[self.name]  # waits for the device
         if not isinstance(value, int | float):
             raise MonitorError(
@@ -85,7 +85,7 @@ class Monitor:
 
     def _check_recorded(self, engine: Engine, batch: Any) -> None:
         epoch, self._epoch_to_check = self._epoch_to_check, None
-        if epoch is None or epoch < self._first_epoch or self._has_come:
+        if epoch is None or epoch < self._first_epoch or self.has_come:
             return
         missing = describe_missing(engine, self.name) or _describe_unrecorded(engine, self.name)
         if missing:

@@ -28,6 +28,7 @@ __all__ = ["Checkpoint"]
 logger = logging.getLogger("pellucid.handlers")
 
 _END = Events.TERMINATE | Events.INTERRUPT | Events.COMPLETED
+_EPOCH_END = Events.EPOCH_COMPLETED | Events.TERMINATE_SINGLE_EPOCH
 
 
 class Checkpoint(Attachable):
@@ -43,7 +44,7 @@ class Checkpoint(Attachable):
     Without ``monitor`` the ``n_saved`` newest are kept. With it, the ``n_saved`` best, and the newest.
 
     Args:
-        directory: has one folder for each checkpoint. Those of other runs are left alone.
+        directory: has one folder for each checkpoint. Those of other runs are left alone. It is made when a run starts.
         every: when to save, such as ``Events.ITERATION_COMPLETED(every=1000)``.
         monitor: the name of a recorded metric, such as ``"val/accuracy"``.
         mode: ``"max"`` if larger is better, ``"min"`` if smaller is; wanted with ``monitor``.
@@ -77,7 +78,8 @@ class Checkpoint(Attachable):
             raise TypeError(f"directory={directory!r}: the path of a folder was wanted, such as 'runs/digits'")
         if monitor is None and (mode is not None or not keep_last):
             raise ValueError("mode and keep_last=False are for checkpoints that are best by a score: give monitor= too")
-        self._directory = Path(directory)
+        self._directory = Path(directory).expanduser().absolute()
+        _require_place(self._directory)
         self._every = every
         self._monitor = None if monitor is None else _monitor(monitor, mode, first_epoch)
         self._n_saved: int = require_number("n_saved", n_saved, least=1, whole=True)
@@ -110,7 +112,7 @@ class Checkpoint(Attachable):
         return next(iter(self._ranked(self.checkpoints)), None)
 
     def subscriptions(self) -> Sequence[Subscription]:
-        subscriptions: list[Subscription] = [(Events.STARTED, self._begin), (Events.EPOCH_COMPLETED, self._note_epoch)]
+        subscriptions: list[Subscription] = [(Events.STARTED, self._begin), (_EPOCH_END, self._note_epoch)]
         if self._keep_last:
             subscriptions += [(self._every, self._note_due), (_END, self._note_end)]
         if self._monitor is not None:
@@ -133,6 +135,8 @@ class Checkpoint(Attachable):
         engine.state_dict()  # a declared field that cannot be saved is an error now, not when the first epoch is lost
         if engine.state.rank != 0:
             return
+        _require_place(self._directory)
+        self._directory.mkdir(parents=True, exist_ok=True)  # cannot it be made, the first epoch is not lost over it
         clear_unfinished(self._directory)
         others = len(list_checkpoints(self._directory)) - len(self.checkpoints)
         if others and engine.state.iteration == 0:
@@ -176,6 +180,7 @@ class Checkpoint(Attachable):
         recorded, self._score = self._score, None
         if recorded is None or recorded[0] != engine.state.iteration:
             return None, False
+        self.wait()  # one that is being written is among those it is compared with
         score = recorded[1]
         # ranks must agree on whether they save
         judged: tuple[float | None, bool] = engine.strategy.broadcast((score, self._is_among_the_best(score)))
@@ -256,8 +261,8 @@ class Checkpoint(Attachable):
     # ------------------------------------------------------------------ its own state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the mark of the run, by which a resumed one knows the checkpoints that are its own."""
-        return {"run": self._run}
+        """Return the mark of the run, by which a resumed one knows its own checkpoints, and whether a score has come."""
+        return {"run": self._run, "has_score": self._monitor is not None and self._monitor.has_come}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take up the state of an earlier ``state_dict()``.
@@ -265,14 +270,21 @@ class Checkpoint(Attachable):
         Raises:
             CheckpointError: other keys than that has.
         """
-        if set(state_dict) != {"run"} or not isinstance(state_dict["run"], str):
-            raise CheckpointError(f"Checkpoint: the key 'run' with a text was wanted, got {dict(state_dict)!r}")
+        if set(state_dict) != {"run", "has_score"} or not isinstance(state_dict["run"], str):
+            raise CheckpointError(f"Checkpoint: the keys 'run' and 'has_score' were wanted, got {dict(state_dict)!r}")
         self._run = state_dict["run"]
+        if self._monitor is not None:
+            self._monitor.has_come = bool(state_dict["has_score"])
 
     def __repr__(self) -> str:
         """Show where and what it saves."""
         monitor = "" if self._monitor is None else f", monitor={self._monitor.name!r}, mode={self._monitor.mode!r}"
         return f"Checkpoint({str(self._directory)!r}{monitor}, n_saved={self._n_saved})"
+
+
+def _require_place(directory: Path) -> None:
+    if directory.exists() and not directory.is_dir():
+        raise FileExistsError(f"{directory} is a file: give Checkpoint the path of a folder, there or not")
 
 
 def _monitor(name: str, mode: Mode | None, first_epoch: int) -> Monitor:

@@ -112,6 +112,7 @@ class EarlyStopping(Attachable):
         self._best = None if best is None else float(best)
         self._waited = int(state_dict["waited"])
         self._stopped = bool(state_dict["stopped"])
+        self._monitor.has_come = best is not None or self._waited > 0
 
     def __repr__(self) -> str:
         """Show what is watched and how it stands."""

@@ -242,6 +242,8 @@ class LRSchedule(Attachable):
         self.scheduler.load_state_dict(copy.deepcopy(state_dict["scheduler"]))  # some take keys out of what they load
         self._has_begun, self._is_resumed = bool(state_dict["has_begun"]), True
         self._warmed = int(state_dict["warmed"])
+        if self._monitor is not None:  # every record is a step of the scheduler's
+            self._monitor.has_come = self.scheduler.last_epoch > 0
         self._full_rates = list(state_dict["full_rates"])
         set_rates(self._optimizer, state_dict["rates"])
 

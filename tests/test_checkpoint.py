@@ -6,6 +6,7 @@ import contextlib
 import copy
 import errno
 import os
+import stat
 import threading
 from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
@@ -103,6 +104,15 @@ def test_only_the_best_are_kept_where_it_was_asked_for(tmp_path):
     checkpoint = Checkpoint(tmp_path, monitor="score", mode="max", keep_last=False).attach(engine)
     engine.run([0], max_epochs=3)
     assert epochs(checkpoint.checkpoints) == [2]
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_the_only_best_is_the_only_one(tmp_path, in_background):
+    engine = make_engine(scores=[1.0, 2.0, 1.5, 3.0])
+    checkpoint = Checkpoint(tmp_path, monitor="score", mode="max", keep_last=False, async_save=in_background)
+    checkpoint.attach(engine)
+    engine.run([0], max_epochs=4)
+    assert epochs(checkpoint.checkpoints) == [4] and len(names(tmp_path)) == 1
 
 
 def test_a_score_counts_only_for_the_iteration_it_was_recorded_at(tmp_path):
@@ -214,12 +224,56 @@ def test_a_folder_that_cannot_be_written_to_is_an_error(saved_once, tmp_path):
     assert names(tmp_path) == before
 
 
-def test_a_file_in_the_place_of_the_directory_is_an_error(tmp_path):
-    (tmp_path / "file").write_text("a file")
+def test_a_file_in_the_place_of_the_directory_is_an_error_before_the_first_step(tmp_path):
     engine = make_engine()
     Checkpoint(tmp_path / "file").attach(engine)
-    with pytest.raises(FileExistsError):
+    (tmp_path / "file").write_text("a file")
+    with pytest.raises(FileExistsError, match="file is a file: give Checkpoint the path of a folder"):
         engine.run([0])
+    assert engine.state.iteration == 0
+    with pytest.raises(FileExistsError):
+        Checkpoint(tmp_path / "file")
+
+
+def test_the_directory_is_the_one_it_was_when_it_was_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    checkpoints = Checkpoint("runs"), Checkpoint("~/runs")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for checkpoint in checkpoints:
+        engine = make_engine()
+        checkpoint.attach(engine)
+        engine.run([0])
+    assert names(tmp_path / "runs") == names(tmp_path / "home" / "runs") == ["0001_epoch_1_iteration_1"]
+    assert resume(make_engine(), "~/runs").path == checkpoints[1].last.path
+    assert names(tmp_path / "elsewhere") == []
+
+
+def test_whoever_may_read_the_directory_may_read_a_checkpoint(tmp_path):
+    tmp_path.chmod(0o755)
+    before = os.umask(0o022)
+    try:
+        engine = make_engine()
+        Checkpoint(tmp_path).attach(engine)
+        engine.run([0])
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "0001_epoch_1_iteration_1").stat().st_mode) == 0o755
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_the_end_of_an_epoch_that_was_cut_short_is_saved(tmp_path, skip):
+    engine = make_engine()
+    Checkpoint(tmp_path, Events.ITERATION_COMPLETED, n_saved=9).attach(engine)
+    engine.add_event_handler(
+        Events.ITERATION_COMPLETED(once=2), lambda engine, batch: engine.terminate_epoch(skip_epoch_completed=skip)
+    )
+    engine.run([0, 1, 2])
+    again = make_engine()
+    resume(again, tmp_path)
+    again.run([0, 1, 2], max_epochs=2)
+    assert again.state.iteration == 5
 
 
 def test_what_a_process_that_is_gone_left_half_written_is_removed(tmp_path):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from pellucid.engine import CheckpointError, Engine, Events, list_checkpoints, load_weights, resume
+from pellucid.engine import CheckpointError, Engine, Events, list_checkpoints, load_weights, remove_checkpoint, resume
 from pellucid.handlers import Checkpoint
 
 NEWEST = "0003_epoch_3_iteration_3"
@@ -72,6 +72,8 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
     "manifest of another kind": lambda folder: (folder / "manifest.json").write_text("[1]"),
     "manifest too deep": lambda folder: (folder / "manifest.json").write_text("[" * 100_000),
     "manifest is a folder": lambda folder: ((folder / "manifest.json").unlink(), (folder / "manifest.json").mkdir()),
+    "manifest is a pipe": lambda folder: ((folder / "manifest.json").unlink(), os.mkfifo(folder / "manifest.json")),
+    "a model in no file": lambda folder: change_manifest(folder, lambda manifest: {**manifest, "modules": {"": ["m"]}}),
     "manifest not of text": lambda folder: (folder / "manifest.json").write_bytes(b"\xff\xfe\x00"),
     "manifest without format": lambda folder: change_manifest(folder, lambda manifest: manifest.pop("format") and None),
     "format of another type": lambda folder: change_manifest(folder, lambda manifest: {**manifest, "format": "1"}),
@@ -267,3 +269,46 @@ def test_a_checkpoint_that_was_resumed_from_is_as_it_was(directory):
     engine.add_event_handler(Events.STARTED, lambda engine, batch: None)
     engine.run([0], max_epochs=4)
     assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == content
+
+
+# ---------------------------------------------------------------------- paths
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("a file", "is a file: give the directory of the checkpoints"),
+        (f"{NEWEST}/manifest.json", "is a file: give the directory of the checkpoints"),
+        ("0009_epoch_9_iteration_9", "manifest.json cannot be read: No such file"),
+        ("half", "manifest.json cannot be read: No such file"),
+    ],
+)
+def test_a_path_that_is_no_directory_of_checkpoints_is_an_error_and_no_new_beginning(directory, path, says):
+    (directory / "a file").write_text("a file")
+    shutil.copytree(directory / NEWEST, directory / "half")
+    (directory / "half" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=says):
+        resume(make_engine(), directory / path)
+
+
+def test_what_is_no_path_is_refused(directory):
+    found = list_checkpoints(directory)[0]
+    for call in (lambda one: resume(make_engine(), one), list_checkpoints, remove_checkpoint,
+                 lambda one: load_weights(nn.Linear(2, 1), one)):  # fmt: skip
+        for path, says in ((None, "None: the path of a folder was wanted"), (found, "give its path, /.*iteration_3"),
+                           ("", "'': the path of a folder")):  # fmt: skip
+            with pytest.raises(TypeError, match=says):
+                call(path)
+
+
+def test_only_a_checkpoint_is_removed(directory, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other")
+    (other / "notes.txt").write_text("what took a year")
+    (other / "link").symlink_to(directory / NEWEST)
+    for path in (other, other / "notes.txt", other / "link", directory, "/dev/null"):
+        with pytest.raises(CheckpointError, match="and is not removed"):
+            remove_checkpoint(path)
+    assert (other / "notes.txt").read_text() == "what took a year" and len(list_checkpoints(directory)) == 3
+    remove_checkpoint(directory / NEWEST)
+    remove_checkpoint(directory / NEWEST)
+    assert [one.epoch for one in list_checkpoints(directory)] == [2, 1]

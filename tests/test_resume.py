@@ -17,9 +17,10 @@ from resuming import (
     plain_loader,
     stateful_loader,
 )
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pellucid.engine import CheckpointError, Engine, Events, LimitError, RunError, resume, save_checkpoint
-from pellucid.handlers import Checkpoint, EarlyStopping
+from pellucid.handlers import Checkpoint, EarlyStopping, LRSchedule
 
 NEVER = Events.ITERATION_COMPLETED(once=10**6)
 LOADERS = {
@@ -244,6 +245,30 @@ def test_patience_goes_on_and_a_stopped_run_stays_stopped(tmp_path, stop_after):
     again.run([1, 2], max_epochs=5)
     assert again.state.epoch == 4 and stopping.stopped
     assert again.state.stop_reason == "terminated"
+
+
+@pytest.mark.parametrize(
+    "watch",
+    [
+        lambda: EarlyStopping("score", mode="max", patience=9),
+        lambda: Checkpoint("unused", monitor="score", mode="max"),
+        lambda: LRSchedule(lambda optimizer: ReduceLROnPlateau(optimizer, mode="max"), monitor="score"),
+    ],
+    ids=["EarlyStopping", "Checkpoint", "LRSchedule"],
+)
+def test_a_score_that_has_come_need_not_come_again(tmp_path, monkeypatch, watch):
+    monkeypatch.chdir(tmp_path)
+
+    def make() -> Engine:
+        engine, _ = count_steps(tmp_path / "checkpoints")
+        engine.add_event_handler(Events.EPOCH_COMPLETED(once=1), lambda engine, batch: engine.record({"score": 1.0}))
+        watch().attach(engine)
+        return engine
+
+    make().run([1, 2], max_epochs=2)
+    again = make()
+    assert resume(again, tmp_path / "checkpoints").epoch == 2
+    assert again.run([1, 2], max_epochs=4).epoch == 4
 
 
 def test_the_loss_scale_goes_on(tmp_path):
