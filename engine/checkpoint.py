@@ -41,7 +41,7 @@ def save_engine(
         "max_iters": limits.max_iters,
         "epoch_length": limits.epoch_length,
         "stop_reason": loop.ending,
-        "fields": {name: to_plain(f"state field {name!r}", value, numpy=True) for name, value in declared.items()},
+        "fields": {name: to_plain(f"state field {name!r}", value) for name, value in declared.items()},
         "metrics": {name: to_plain(f"metric {name!r}", values[name]) for name in values},
         "metric_states": to_plain("a metric", metric_states(metrics)) if standing.epoch_open else {},
         "firings": dict(loop.firings),
@@ -70,28 +70,54 @@ def load_engine(
             f"the state dictionary has format {saved.get('format')!r}, and this version of pellucid reads {_FORMAT}: "
             "load it with the version that wrote it"
         )
-    wanted = save_engine(loop, status, declared, Limits(), None, updates, {})
-    _same_names("the state dictionary", saved, wanted)
+    present = save_engine(loop, status, declared, _limits_of(loop), None, updates, metrics)
+    _same_names("the state dictionary", saved, present)
     _check_kinds(saved)
     _same_names("its declared fields", saved["fields"], declared)
     _same_names("its optimizers", saved["updates_by_optimizer"], status.updates_by_optimizer)
-    updates.check_state(saved["gradients"])
-    position = _position(saved["position"])
-    limits = Limits(saved["max_epochs"], saved["max_iters"], saved["epoch_length"])
+    try:
+        updates.check_state(saved["gradients"])
+        position = None if saved["position"] is None else Position.from_state_dict(saved["position"])
+        limits = Limits(saved["max_epochs"], saved["max_iters"], saved["epoch_length"])
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"its position in the data or its gradients cannot be read ({type(error).__name__}: {error}): it was "
+            "written by hand or by another version"
+        ) from error
+    try:
+        _write(saved, loop, status, declared, updates, metrics)
+    except BaseException:
+        _write(present, loop, status, declared, updates, metrics)
+        raise
+    return limits, position
 
+
+def _write(
+    saved: Mapping[str, Any],
+    loop: IgniteLoop,
+    status: RunStatus,
+    declared: dict[str, Any],
+    updates: Updates,
+    metrics: Mapping[str, Any],
+) -> None:
     loop.set_standing(Standing(*(saved[name] for name in Standing._fields)))
     loop.ending = saved["stop_reason"]
     loop.firings = dict(saved["firings"])
-    loop.state.max_epochs, loop.state.max_iters = limits.max_epochs, limits.max_iters
-    loop.state.epoch_length = limits.epoch_length
+    for name in ("max_epochs", "max_iters", "epoch_length"):
+        setattr(loop.state, name, saved[name])
     loop.state.metrics.clear()
-    loop.state.metrics.update(saved["metrics"])
+    loop.state.metrics.update(from_plain(saved["metrics"]))
     updates.load_state_dict(saved["gradients"])
     load_metric_states(metrics, saved["metric_states"])
     status.updates = saved["updates"]
     status.updates_by_optimizer = dict(saved["updates_by_optimizer"])
     declared.update({name: from_plain(value, declared[name]) for name, value in saved["fields"].items()})
-    return limits, position
+
+
+def _limits_of(loop: IgniteLoop) -> Limits:
+    return Limits(loop.state.max_epochs, loop.state.max_iters, loop.state.epoch_length)
 
 
 def _check_kinds(saved: Mapping[str, Any]) -> None:
@@ -104,16 +130,6 @@ def _check_kinds(saved: Mapping[str, Any]) -> None:
         value = saved[name]
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise CheckpointError(f"{name} must be a whole number of at least {least}, got {value!r}")
-
-
-def _position(saved: Any) -> Position | None:
-    try:
-        return None if saved is None else Position.from_state_dict(saved)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"its position in the data cannot be read ({type(error).__name__}: {error}): it was written by hand or by "
-            "another version"
-        ) from error
 
 
 def _same_names(what: str, saved: Iterable[str], wanted: Iterable[str]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from .bundle import check, check_weights, collect, restore, writes
+from .bundle import collect, writes
 from .errors import CheckpointError, RunError
 from .folder import (
     Content,
@@ -30,6 +30,8 @@ from .folder import (
     verify,
     write,
 )
+from .plain import from_plain
+from .restoring import check, check_weights, restore
 from .strategies import Strategy
 
 __all__ = [
@@ -243,7 +245,7 @@ def resume(engine: Any, directory: PathLike) -> CheckpointInfo | None:
         raise RunError(f"engine {engine.name!r} is running: resume() is for an engine at rest")
     strategy: Strategy = engine.strategy
     path = _folder_path(directory)
-    found = _agreed(strategy, lambda: _choose(path), by_first=True)
+    found = _agreed(strategy, path, lambda: _choose(path), by_first=True)
     if found is None:
         return None
     folder, manifest, passed_over = found
@@ -256,12 +258,12 @@ def resume(engine: Any, directory: PathLike) -> CheckpointInfo | None:
         check(engine, content, folder)
         return content
 
-    content = _agreed(strategy, load)
-    _agreed(strategy, lambda: restore(engine, content, folder))
+    content = _agreed(strategy, folder, load)
+    _agreed(strategy, folder, lambda: restore(engine, content, folder))
     return _info(folder, manifest, passed_over)
 
 
-def _agreed(strategy: Strategy, work: Callable[[], Any], by_first: bool = False) -> Any:
+def _agreed(strategy: Strategy, where: Path, work: Callable[[], Any], by_first: bool = False) -> Any:
     """Do something on every rank, or on the first for all, and let an error of one be the error of all."""
     value, error = None, None
     if not by_first or writes(strategy):
@@ -269,6 +271,12 @@ def _agreed(strategy: Strategy, work: Callable[[], Any], by_first: bool = False)
             value = work()
         except CheckpointError as caught:
             error = caught
+        except Exception as caught:
+            error = CheckpointError(
+                f"{where} cannot be loaded ({_describe(caught)}): it does not fit this engine, or was written by hand "
+                "or by another version"
+            )
+            error.__cause__ = caught
     problems = strategy.gather(None if error is None else str(error))
     if error is not None:
         raise error
@@ -345,4 +353,4 @@ def _saved_weights(folder: Path, part: str) -> dict[str, Any]:
     weights, extra = read_weights(folder, manifest)
     if part not in weights:
         raise CheckpointError(f"{folder} has no model {part!r}: part= must be one of {list(weights)}")
-    return {**weights[part], **extra[part]}
+    return {**weights[part], **from_plain(extra[part], copy=False)}

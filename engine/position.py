@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .plain import to_plain
+from .plain import from_plain, to_plain
 from .rng import GeneratorStates, Moment, RandomState
 
 __all__ = ["Position"]
@@ -76,7 +76,7 @@ class Position:
             generators_now=None if generators_now is None else GeneratorStates.from_state_dict(generators_now),
             workers=state["workers"],
             ahead=tuple(Moment.from_state_dict(moment) for moment in state["ahead"]),
-            place_opened=state["place_opened"],
-            place=state["place"],
+            place_opened=from_plain(state["place_opened"]),
+            place=from_plain(state["place"]),
             is_saved=True,
         )

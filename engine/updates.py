@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from .errors import CheckpointError, RunError, UpdateError, suggestion
@@ -325,7 +326,7 @@ class Updates:
         for name, gradients in state["gradients"].items():
             held = held_by(self._optimizers[name]) if name in self._optimizers else []
             fits = len(held) == len(gradients)
-            if not fits or any(g is not None and g.shape != p.shape for p, g in zip(held, gradients, strict=True)):
+            if not fits or any(map(_has_other_shape, held, gradients)):
                 raise CheckpointError(
                     f"the gradients it has of an unfinished window of optimizer {name!r} do not fit this engine's "
                     "parameters: load it into an engine with the model it was saved with"
@@ -371,6 +372,10 @@ class Updates:
         if self._status.mode != "train":
             raise UpdateError(f"{verb} was called in an evaluation engine, which makes no updates: use mode='train'")
         raise UpdateError(f"{verb} needs an optimizer, and this engine has none: Engine(step, model, optimizer=...)")
+
+
+def _has_other_shape(parameter: nn.Parameter, gradient: Tensor | None) -> bool:
+    return gradient is not None and not is_lazy(parameter) and gradient.shape != parameter.shape
 
 
 def _refuse_loss(loss: Any) -> NoReturn:

@@ -261,7 +261,7 @@ class Checkpoint(Attachable):
     # ------------------------------------------------------------------ its own state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the mark of the run, by which a resumed one knows its own checkpoints, and whether a score has come."""
+        """Return the mark of the run, which a resumed one knows its checkpoints by, and whether a score has come."""
         return {"run": self._run, "has_score": self._monitor is not None and self._monitor.has_come}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

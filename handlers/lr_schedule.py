@@ -243,7 +243,7 @@ class LRSchedule(Attachable):
         self._has_begun, self._is_resumed = bool(state_dict["has_begun"]), True
         self._warmed = int(state_dict["warmed"])
         if self._monitor is not None:  # every record is a step of the scheduler's
-            self._monitor.has_come = self.scheduler.last_epoch > 0
+            self._monitor.has_come = getattr(self.scheduler, "last_epoch", 0) > 0
         self._full_rates = list(state_dict["full_rates"])
         set_rates(self._optimizer, state_dict["rates"])
 
