@@ -75,17 +75,9 @@ def load_engine(
     _check_kinds(saved)
     _same_names("its declared fields", saved["fields"], declared)
     _same_names("its optimizers", saved["updates_by_optimizer"], status.updates_by_optimizer)
-    try:
-        updates.check_state(saved["gradients"])
-        position = None if saved["position"] is None else Position.from_state_dict(saved["position"])
-        limits = Limits(saved["max_epochs"], saved["max_iters"], saved["epoch_length"])
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(
-            f"its position in the data or its gradients cannot be read ({type(error).__name__}: {error}): it was "
-            "written by hand or by another version"
-        ) from error
+    updates.check_state(saved["gradients"])
+    position = _position(saved["position"])
+    limits = Limits(saved["max_epochs"], saved["max_iters"], saved["epoch_length"])
     try:
         _write(saved, loop, status, declared, updates, metrics)
     except BaseException:
@@ -114,6 +106,16 @@ def _write(
     status.updates = saved["updates"]
     status.updates_by_optimizer = dict(saved["updates_by_optimizer"])
     declared.update({name: from_plain(value, declared[name]) for name, value in saved["fields"].items()})
+
+
+def _position(saved: Any) -> Position | None:
+    try:
+        return None if saved is None else Position.from_state_dict(saved)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"its position in the data cannot be read ({type(error).__name__}: {error}): it was written by hand or by "
+            "another version"
+        ) from error
 
 
 def _limits_of(loop: IgniteLoop) -> Limits:

@@ -87,7 +87,7 @@ class RunData:
         self.length: int | None = None  # of the present pass, as its data states it
         self._ahead: LookAhead | None = None
         self._pass_began_at = 0
-        self._opened: tuple[RandomState, GeneratorStates] | None = None
+        self._opened: tuple[RandomState, GeneratorStates, GeneratorStates | None] | None = None
         self._place_opened: Any = None  # of data that says itself where it stands, as are the batches it gives
         self._drawn_from: Iterator[Any] | None = None
         self.raw: Iterator[Any] | None = None  # the present pass itself
@@ -103,8 +103,7 @@ class RunData:
         """Take up the random state in which the run was stopped, before its next event; ``open`` does the rest."""
         if self.resume is not None:
             self.resume.random.restore()
-            if not is_factory(self.data):
-                _restore(self.resume.generators_now, self.data)
+            _restore(self.resume.asks if is_factory(self.data) else self.resume.generators_now, self.data)
             self._rejoined = True
 
     def open(self) -> Iterator[Any]:
@@ -117,9 +116,14 @@ class RunData:
         done = 0 if self.resume is None else self.resume.batches
         resume = None if _goes_on_by_itself(self.data) else self.resume
         opened = None if resume is None else resume.opened
-        now = RandomState() if self.record else None  # before a callable is asked: it may draw random numbers
+        # before a callable is asked: it may draw random numbers
+        now = RandomState() if self.record else None
+        asks = GeneratorStates(self.data) if self.record and is_factory(self.data) else None
         if opened is not None:
             opened.restore()
+            if resume is not None and asks is not None:
+                _restore(resume.asked, self.data)
+        asked = asks if opened is None or asks is None else GeneratorStates(self.data)
         source = self.data(self.state) if is_factory(self.data) else self.data
         check_data(source, self.in_use)
         length = None
@@ -131,7 +135,7 @@ class RunData:
         self.source = source = _fresh_if_in_use(source, self.in_use)
         generators_now = None if resume is None else self._take_back(source, resume)
         self._workers = _has_workers(source)
-        self._opened = None if now is None else (opened or now, GeneratorStates(source))
+        self._opened = None if now is None else (opened or now, GeneratorStates(source), asked)
         self._pass_began_at = self.done() - done
         has_place = self._load_place(source, resume)
         raw = iter(source)
@@ -159,6 +163,7 @@ class RunData:
                 self._redrawn = list(itertools.islice(raw, 1))
             now.restore()
             _restore(generators_now, source)
+            _restore(asks, self.data)
         self.resume = None
         return self._batches(raw, done > 0)
 
@@ -181,6 +186,8 @@ class RunData:
         """
         _bring_workers(source, resume.workers)
         if is_factory(self.data):
+            if resume.opened is None:
+                return None  # the data of a new pass is as the callable has made it
             _restore(resume.generators_now, source)
         now = None if resume.generators_now is None else GeneratorStates(source)
         _restore(resume.generators, source)
@@ -239,9 +246,10 @@ class RunData:
         if self.resume is not None:  # stopped before any pass was opened: it stands where it stood
             if self.resume.opened is not None or not self._rejoined:
                 return self.resume
-            generators = self.resume.generators_now if is_factory(self.data) else GeneratorStates(self.data)
-            return replace(self.resume, random=RandomState(), generators_now=generators)
-        opened, generators = self._opened or (None, None)
+            here = replace(self.resume, random=RandomState())
+            states = GeneratorStates(self.data)
+            return replace(here, asks=states) if is_factory(self.data) else replace(here, generators_now=states)
+        opened, generators, asked = self._opened or (None, None, None)
         done = self.done() - self._pass_began_at if self._opened else 0
         source = self.data if self.source is None else self.source
         drawn = self._ended or self._failed or bool(self._redrawn) or self.in_work()
@@ -254,6 +262,8 @@ class RunData:
             random=RandomState(),
             generators_now=None if self._failed else GeneratorStates(source),
             workers=self._workers if self._opened else _has_workers(source),
+            asked=asked,
+            asks=GeneratorStates(self.data) if is_factory(self.data) else None,
             ahead=() if self._ahead is None else self._ahead.moments(done),
             place_opened=self._place_opened if self._opened else None,
             place=None if drawn or self._ahead is not None else self._place(source),

@@ -28,6 +28,8 @@ class Position:
         place_opened: of data that says itself where it stands, what it said when the pass was opened.
         place: what it says now; None where more was drawn than is done.
         is_saved: it comes from a state dictionary, so the data was built anew.
+        asked: of data that a callable makes, the states of the generators that the callable keeps, before it was asked.
+        asks: those states now.
         ahead: for each batch that is drawn and not done, in a run that looks ahead, the random state before it.
     """
 
@@ -38,6 +40,8 @@ class Position:
     random: RandomState
     generators_now: GeneratorStates | None
     workers: bool
+    asked: GeneratorStates | None = None
+    asks: GeneratorStates | None = None
     ahead: tuple[Moment, ...] = ()
     place_opened: Any = None
     place: Any = None
@@ -54,26 +58,39 @@ class Position:
             "batches": self.batches,
             "drawn": self.drawn,
             "opened": None if self.opened is None else self.opened.state_dict(),
-            "generators": None if self.generators is None else self.generators.state_dict(),
             "random": self.random.state_dict(),
-            "generators_now": None if self.generators_now is None else self.generators_now.state_dict(),
+            **{name: None if states is None else states.state_dict() for name, states in self._generators().items()},
             "workers": self.workers,
             "ahead": [moment.state_dict() for moment in self.ahead],
             "place_opened": to_plain("what the data's state_dict() returned", self.place_opened),
             "place": to_plain("what the data's state_dict() returned", self.place),
         }
 
+    def _generators(self) -> dict[str, GeneratorStates | None]:
+        return {
+            "generators": self.generators,
+            "generators_now": self.generators_now,
+            "asked": self.asked,
+            "asks": self.asks,
+        }
+
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Position:
         """Return what ``state_dict`` was made of."""
-        opened, generators, generators_now = state["opened"], state["generators"], state["generators_now"]
+        opened = state["opened"]
+
+        def generators(name: str) -> GeneratorStates | None:
+            return None if state[name] is None else GeneratorStates.from_state_dict(state[name])
+
         return cls(
             batches=state["batches"],
             drawn=state["drawn"],
             opened=None if opened is None else RandomState.from_state_dict(opened),
-            generators=None if generators is None else GeneratorStates.from_state_dict(generators),
+            generators=generators("generators"),
             random=RandomState.from_state_dict(state["random"]),
-            generators_now=None if generators_now is None else GeneratorStates.from_state_dict(generators_now),
+            generators_now=generators("generators_now"),
+            asked=generators("asked"),
+            asks=generators("asks"),
             workers=state["workers"],
             ahead=tuple(Moment.from_state_dict(moment) for moment in state["ahead"]),
             place_opened=from_plain(state["place_opened"]),

@@ -14,6 +14,7 @@ from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleT
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -164,8 +165,11 @@ def find_generators(data: Any) -> list[Any]:
     Samplers that shuffle by the number of the epoch are among them: that number is their state.
 
     Looks into the loaders, samplers, data sets and transforms it is made of, wherever they keep one: in an attribute, a
-    short list, a function's closure. Not into what a function takes from its module.
+    short list, a function's closure. Into what a function takes from its module only if ``data`` is a function itself.
     """
+    function = getattr(data.func if isinstance(data, partial) else data, "__func__", data)
+    if isinstance(function, FunctionType):
+        data = (data, *_named_in(function))
     found: list[Any] = []
     seen: dict[int, Any] = {}
     left = [data]
@@ -179,6 +183,17 @@ def find_generators(data: Any) -> list[Any]:
         if not _is_generator(value):
             left.extend(_parts(value))
     return found
+
+
+def _named_in(function: FunctionType, depth: int = 3) -> Iterator[Any]:
+    """Yield what a function, and the functions it calls, take from their modules, but for engines and models."""
+    for name in function.__code__.co_names:
+        value = function.__globals__.get(name)
+        if isinstance(value, nn.Module) or hasattr(type(value), "add_event_handler"):
+            continue
+        yield value
+        if isinstance(value, FunctionType) and depth:
+            yield from _named_in(value, depth - 1)
 
 
 def _parts(value: Any) -> Iterator[Any]:
