@@ -16,8 +16,10 @@ import warnings
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple
 
+from ignite.engine import Events as IgniteEvents
 from ignite.engine import State
 from ignite.engine.engine import _EngineTerminateException, _EngineTerminateSingleEpochException
+from ignite.metrics import Metric
 
 from ._stopping import Source, StoppingEngine
 from .data import EmptyDataError
@@ -46,6 +48,10 @@ class LoopState(State):
     """the batch in work, counted in its epoch from 1"""
 
 
+def _is_first_run(engine: Any, event: int) -> bool:
+    return bool(engine.state.iteration == 0)
+
+
 class IgniteLoop(StoppingEngine):
     """Ignite's engine with our table of handlers and one loop.
 
@@ -70,6 +76,13 @@ class IgniteLoop(StoppingEngine):
         self.state: LoopState = LoopState()
 
     # ------------------------------------------------------------------ the run
+
+    def add_event_handler(self, event_name: Any, handler: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Attach as Ignite does. A metric that begins with a run (a running average) goes on with the next one."""
+        is_metrics = isinstance(getattr(handler, "__self__", None), Metric) and handler.__name__ == "started"
+        if self.owner is not None and is_metrics and event_name is IgniteEvents.STARTED:
+            event_name = IgniteEvents.STARTED(event_filter=_is_first_run)
+        return super().add_event_handler(event_name, handler, *args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over Ignite's counters, as some of its handlers do; an ``Engine`` then stands between two epochs."""

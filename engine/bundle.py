@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from ignite.engine import Engine as IgniteEngine
+from ignite.metrics import Metric
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -97,8 +99,8 @@ def handlers_of(engine: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for one in engine.attached():
         has_state = callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))
-        if not has_state or id(one) in inside or isinstance(one, type(engine)):
-            continue
+        if not has_state or id(one) in inside or isinstance(one, type(engine) | IgniteEngine | Metric):
+            continue  # metrics are the engine's part
         name, number = type(one).__qualname__, 1
         while (key := name if number == 1 else f"{name} {number}") in found:
             number += 1

@@ -8,7 +8,7 @@ from typing import Any
 from ._loop import IgniteLoop, Standing
 from .errors import CheckpointError, suggestion
 from .limits import Limits
-from .metrics import load_metric_states, metric_states
+from .metric_states import load_metric_states, metric_states, metrics_on, runs_on
 from .plain import from_plain, to_plain
 from .position import Position
 from .records import MetricsView
@@ -43,7 +43,13 @@ def save_engine(
         "stop_reason": loop.ending,
         "fields": {name: to_plain(f"state field {name!r}", value) for name, value in declared.items()},
         "metrics": {name: to_plain(f"metric {name!r}", values[name]) for name in values},
-        "metric_states": to_plain("a metric", metric_states(metrics)) if standing.epoch_open else {},
+        "metric_states": metric_states(
+            {
+                name: metric
+                for name, metric in metrics_on(loop, metrics).items()
+                if standing.epoch_open or runs_on(loop, metric)
+            }
+        ),
         "firings": dict(loop.firings),
         "gradients": updates.state_dict(loop.was_left_in_step(), loop.state.iteration > loop.done_iteration),
         "position": None if position is None else position.state_dict(),
@@ -102,7 +108,7 @@ def _write(
     loop.state.metrics.clear()
     loop.state.metrics.update(from_plain(saved["metrics"]))
     updates.load_state_dict(saved["gradients"])
-    load_metric_states(metrics, saved["metric_states"])
+    load_metric_states(metrics_on(loop, metrics), saved["metric_states"])
     status.updates = saved["updates"]
     status.updates_by_optimizer = dict(saved["updates_by_optimizer"])
     declared.update({name: from_plain(value, declared[name]) for name, value in saved["fields"].items()})

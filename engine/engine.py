@@ -567,12 +567,8 @@ class Engine:
         self._loop._fire_event(find_event(event, self._events))
 
     def attached(self) -> tuple[object, ...]:
-        """Return the objects whose methods are attached as handlers, in order, each once."""
-        owners: dict[int, object] = {}
-        for entry in self._loop._event_handlers.registrations():
-            owner = getattr(entry.handler, "__self__", None)
-            if owner is not None:
-                owners.setdefault(id(owner), owner)
+        """Return the objects that are attached or whose methods are, in order, each once; those on ``ignite`` too."""
+        owners = {id(owner): owner for owner in self._loop._event_handlers.owners() if owner is not self._loop}
         return tuple(owners.values())
 
     def watch_calls(self, watcher: CallWatcher | None) -> None:

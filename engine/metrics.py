@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
-import torch
 from ignite.metrics import Metric
 from torch import nn
 
 from .errors import HandlerError
 from .events import Events
 from .metric_drivers import Driver, IgniteMetric, MetricsOverRanks, TorchMetric
-from .nested import map_nested
 from .records import is_recordable
-from .strategies import alone
 
-__all__ = ["attach_metrics", "load_metric_states", "metric_states"]
+__all__ = ["attach_metrics"]
 
 
 def attach_metrics(engine: Any, metrics: Any) -> dict[str, Any]:
@@ -54,46 +50,6 @@ def attach_metrics(engine: Any, metrics: Any) -> dict[str, Any]:
     if names:
         engine.add_event_handler(Events.EPOCH_COMPLETED, _Publisher(names).publish_metrics)
     return dict(metrics)
-
-
-def metric_states(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what each metric has taken in so far on this rank, by its own ``state_dict``. No collective."""
-    with alone():
-        return {name: _state_of(metric) for name, metric in metrics.items()}
-
-
-def load_metric_states(metrics: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    """Let metrics go on from what ``metric_states`` has returned; those that it does not name are left alone."""
-    with alone():
-        for name, state in states.items():
-            if name not in metrics:
-                continue
-            metric = metrics[name]
-            if isinstance(metric, Metric):
-                to_device = partial(torch.Tensor.to, device=metric._device)  # on which it takes in what comes
-                metric.load_state_dict(map_nested(state, to_device))
-            else:
-                metric.load_state_dict(dict(state), strict=False)  # a copy: torchmetrics empties it
-                for part in _parts_of(metric):
-                    part._update_count = max(1, part._update_count)  # it warns where it thinks nothing has come
-
-
-def _state_of(metric: Any) -> Any:
-    if isinstance(metric, Metric):
-        return metric.state_dict()
-    persistence = [dict(part._persistent) for part in _parts_of(metric)]
-    try:
-        for part in _parts_of(metric):
-            part.persistent(True)
-        return metric.state_dict()
-    finally:
-        for part, before in zip(_parts_of(metric), persistence, strict=True):
-            part._persistent.update(before)
-
-
-def _parts_of(metric: nn.Module) -> list[Any]:
-    """Return torchmetrics' own of the modules in one: a collection has several."""
-    return [part for part in metric.modules() if hasattr(part, "persistent") and hasattr(part, "_update_count")]
 
 
 class _Publisher:

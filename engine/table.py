@@ -7,11 +7,13 @@ firing.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import TracebackType
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, ModuleType, TracebackType
 from typing import Any, Protocol, TypeVar
 
 from .events import When, event_name
@@ -226,6 +228,14 @@ class HandlerTable(defaultdict[Any, Handlers]):
                 if isinstance(entry, Registration):
                     yield entry
 
+    def owners(self) -> Iterator[object]:
+        """Yield the object behind each handler, ours and Ignite's: of a method its instance, else what is called."""
+        for handlers in self.values():
+            for func, *_ in handlers:
+                owner = _owner(func)
+                if owner is not None:
+                    yield owner
+
     def watch(self, watcher: CallWatcher | None) -> None:
         """Let ``watcher`` be around every call from the next firing on; None: nothing."""
         self.watcher = watcher
@@ -247,6 +257,15 @@ class HandlerTable(defaultdict[Any, Handlers]):
             entry.seen.clear()
         for handlers in self.values():
             handlers.calls = None
+
+
+def _owner(handler: Any) -> object | None:
+    if isinstance(handler, FunctionType):
+        handler = inspect.unwrap(handler)  # a filter of Ignite's is around it
+    while isinstance(handler, partial):
+        handler = handler.func
+    owner = getattr(handler, "__self__", handler)
+    return None if isinstance(owner, FunctionType | BuiltinFunctionType | ModuleType | type) else owner
 
 
 def _ours_again(entries: Iterable[Any], earlier: Iterable[Any]) -> Iterator[Any]:
