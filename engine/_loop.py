@@ -72,6 +72,7 @@ class IgniteLoop(StoppingEngine):
         self.done_iteration = 0  # iterations whose step has returned, or has made an update before it failed
         self.batch_in_work: Any = NO_BATCH  # drawn from the data, and its step has not returned
         self._started = 0.0
+        self._ends_at_once: bool | str = False  # the epoch that the run goes on in
         super().__init__(process_function)
         self.state: LoopState = LoopState()
 
@@ -130,6 +131,7 @@ class IgniteLoop(StoppingEngine):
         if self.owner is None:
             self.epoch_open = False
             self.epoch_limit = self.state.epoch_length
+        self._ends_at_once = self.epoch_ends()
         self.should_terminate = self.should_terminate_single_epoch = self.should_interrupt = False
         self.ending = self.error = None
         self._started = time.time()
@@ -146,6 +148,7 @@ class IgniteLoop(StoppingEngine):
         if self.after_start is not None:
             self.after_start()
         first = True
+        self.should_terminate_single_epoch = self._ends_at_once  # ranks hear of it after the next batch
         while self.epoch_open or not self._finished():
             started = time.time()
             if not self.epoch_open:
@@ -153,15 +156,18 @@ class IgniteLoop(StoppingEngine):
                 self._fire_event(Events.EPOCH_STARTED)
                 self._agree()
                 yield from self._obey(epoch=False)
-            self._open_data(first)
+            if self.should_terminate_single_epoch:
+                self._abandon_epoch()
+            else:
+                self._open_data(first)
+                self.in_epoch = True
+                try:
+                    ended = yield from self._epoch()
+                finally:
+                    self.in_epoch = False
+                if not ended:
+                    return  # max_iters inside an epoch, which stays open
             first = False
-            self.in_epoch = True
-            try:
-                ended = yield from self._epoch()
-            finally:
-                self.in_epoch = False
-            if not ended:
-                return  # max_iters inside an epoch, which stays open
             self.epoch_open, state.batch = False, None
             if self.source is not None and self.epoch_limit is None:
                 self.source.close()
@@ -264,9 +270,9 @@ class IgniteLoop(StoppingEngine):
 
     def _abandon_epoch(self) -> None:
         """Leave the epoch as ``terminate_epoch`` asks; a batch in work counts as done, it will not come again."""
-        self._dataloader_iter = None
+        self._dataloader_iter = self._init_iter = None
         if self.source is not None:
-            self.source.close()
+            self.source.leave_pass()
         self.done_iteration = self.state.iteration
         self.batch_in_work, self.epoch_open = NO_BATCH, False
         self._fire_event(Events.TERMINATE_SINGLE_EPOCH, iter_counter=self.state.epoch_iteration)
@@ -316,6 +322,11 @@ class IgniteLoop(StoppingEngine):
     def was_left_in_step(self) -> bool:
         """Say whether the step of the iteration in work did not return."""
         return self.batch_in_work is _SPENT_BATCH or self.state.iteration > self.done_iteration
+
+    def epoch_ends(self) -> bool | str:
+        """Return what was asked of ``terminate_epoch`` and has not taken effect, unless its iteration comes again."""
+        is_done = self.epoch_open and self.state.iteration == self.done_iteration
+        return self.wish("should_terminate_single_epoch") if is_done else False
 
     def standing(self) -> Standing:
         """Return where the run stands, without an iteration that is not done and an epoch that had no data."""

@@ -30,6 +30,9 @@ class Source(Protocol):
     def end_pass(self) -> None:
         """Give no more batches of this pass: the data of another rank has ended."""
 
+    def leave_pass(self) -> None:
+        """Let go of the rest of the pass, also of one that was to be taken up again."""
+
     def close(self) -> None:
         """Let go of the present pass."""
 
@@ -87,6 +90,11 @@ class StoppingEngine(FiringEngine):
                 self._dataloader_iter = None
                 raise
             self.ending = None
+
+    def wish(self, name: str) -> bool | str:
+        """Return what is asked for with one of the verbs, heard by the other ranks or not."""
+        unheard = False if self.agreement is None else self.agreement.wanted(name)
+        return self.flags.get(name, False) or unheard
 
     def _agree(self, at_end: bool = False) -> None:
         """Hear at once what the ranks ask for; at the end of an epoch's batches, when all are there."""

@@ -63,6 +63,10 @@ class Agreement:
         """Ask for a verb, or take it back with False."""
         self._wanted[name] = value
 
+    def wanted(self, name: str) -> bool | str:
+        """Return what this rank asks for with a verb and the others have not heard yet."""
+        return self._wanted.get(name, False)
+
     def begin_batch(self, ends: bool, often: bool) -> None:
         """Begin the round of a batch, where one is due. Does not wait.
 

@@ -35,6 +35,7 @@ def save_engine(
     return {
         "format": _FORMAT,
         **standing._asdict(),
+        "epoch_ends": loop.epoch_ends(),
         "updates": status.updates,
         "updates_by_optimizer": dict(status.updates_by_optimizer),
         "max_epochs": limits.max_epochs,
@@ -101,6 +102,7 @@ def _write(
     metrics: Mapping[str, Any],
 ) -> None:
     loop.set_standing(Standing(*(saved[name] for name in Standing._fields)))
+    loop.flags = {"should_terminate_single_epoch": saved["epoch_ends"]}
     loop.ending = saved["stop_reason"]
     loop.firings = dict(saved["firings"])
     for name in ("max_epochs", "max_iters", "epoch_length"):

@@ -218,6 +218,7 @@ class Course:
         """Be no run any more."""
         loop, status = self._loop, self._status
         self._data = None
+        loop.flags = {"should_terminate_single_epoch": loop.epoch_ends()}
         loop.set_standing(loop.standing())
         loop.leave()
         status.is_running, status.depth, status.parent, status.update_due = False, 0, None, False
@@ -236,6 +237,7 @@ class Course:
         loop, state = self._loop, self._loop.state
         loop.set_standing(Standing(0, 0, 0, False))
         loop.ending = None
+        loop.flags.clear()
         loop.firings.clear()
         state.max_epochs = state.max_iters = state.epoch_length = None
         state.metrics.clear()

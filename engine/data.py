@@ -274,6 +274,14 @@ class RunData:
             return place_in(source, self._drawn_from)
         return place_between(source) if not self._opened and is_stateful(source) else None
 
+    def leave_pass(self) -> None:
+        """Let go of the rest of the pass, also of one that was to be taken up again: the next is a new one."""
+        if self.resume is not None:
+            if self.resume.opened is not None and not is_factory(self.data):
+                _bring_workers(self.data, wanted=True)
+            self.resume = None
+        self.close()
+
     def close(self) -> None:
         """Let go of the present pass: the run stands between two. Worker processes that belong to it end."""
         raw, self.raw = self.raw, None

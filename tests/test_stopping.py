@@ -6,6 +6,7 @@ import contextlib
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader
 from traces import make_engine, names_of, seen_by, trace_of
+from training import Boom, Training, assert_equal_to_the_bit
 
 from pellucid.engine import Engine, Events, RunError
 
@@ -574,3 +576,61 @@ def test_gradients_that_a_step_leaves_pending_on_purpose_are_kept():
     ):
         engine.run(DATA)
     assert model.weight.grad.item() == 2.0
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize(
+    ("how", "objects"),
+    [("terminate", "new"), ("terminate", "the same"), ("error", "new"), ("error", "the same"), ("saved", "new")],
+)
+@pytest.mark.parametrize("loader", ["shuffled", "own generator", "noisy data set", "numpy sampler"])
+@pytest.mark.parametrize("event", [Events.ITERATION_COMPLETED, Events.GET_BATCH_COMPLETED], ids=str)
+def test_an_end_of_an_epoch_that_was_asked_for_comes_when_the_run_goes_on(skip, how, loader, objects, event):
+    at = event(event_filter=lambda engine, count: (engine.state.iteration, engine.state.epoch_iteration) == (7, 2))
+    saved: list[Any] = []
+
+    def make() -> tuple[Training, list[Any]]:
+        training = Training(loader)
+        ends: list[Any] = []
+        training.at(at, lambda training, engine: engine.terminate_epoch(skip_epoch_completed=skip))
+        for event in (Events.TERMINATE_SINGLE_EPOCH, Events.EPOCH_COMPLETED):
+            training.at(event, lambda training, engine, event=event: ends.append((event, engine.state.iteration)))
+        return training, ends
+
+    never, wanted = make()
+    never.run(3)
+    stopped, ends = make()
+    if how == "saved":
+        stopped.at(at, lambda training, engine: saved.append(training.saved()))
+    elif how == "error":
+        stopped.at(at, lambda training, engine: fail(Boom()))
+    else:
+        stopped.at(at, lambda training, engine: engine.terminate())
+    with contextlib.suppress(Boom):
+        stopped.run(3)
+    if objects == "new":
+        done = [end for end in ends if end[1] < 7]
+        again, ends = make()
+        again.load(saved[0] if saved else stopped.saved()).run(3)
+        ends[:0] = done
+    else:
+        again = stopped.run(3)
+    assert ends == wanted
+    assert_equal_to_the_bit(never.outcome(since=7), again.outcome(since=7))
+
+
+def test_an_iteration_that_comes_again_asks_again():
+    engine = Engine(lambda engine, batch: None)
+    seen: list[int] = []
+
+    @engine.on(Events.ITERATION_STARTED(once=2))
+    def ask(engine: Engine, batch: Any) -> None:
+        seen.append(batch)
+        if len(seen) == 1:
+            engine.terminate_epoch()
+            raise Boom
+
+    with contextlib.suppress(Boom):
+        engine.run([1, 2, 3])
+    engine.run([1, 2, 3])
+    assert engine.state.iteration == 3 and seen == [2]
