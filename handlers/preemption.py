@@ -6,11 +6,11 @@ import logging
 import signal
 import threading
 from collections.abc import Iterable, Sequence
-from types import FrameType
 from typing import Any
 
 from ..engine import Engine, Events, HandlerError
 from ._attachable import Attachable, Subscription
+from ._signals import leave, listen
 from .checkpoint import Checkpoint
 
 __all__ = ["Preemption"]
@@ -26,9 +26,11 @@ class Preemption(Attachable):
     What a cluster sends before it takes a machine away (SLURM's ``--signal``, a cloud's SIGTERM) is heard in a run
     only: its handlers are installed when the run starts, and those that were there before are put back when it ends.
     All ranks stop at one iteration, whichever has heard the signal. Every attached ``Checkpoint`` saves, and ``run``
-    returns with ``state.stop_reason == "terminated"``. A second signal does what it did before, at once.
+    returns with ``state.stop_reason == "terminated"``. A second signal does what it did before, at once. Several hear a
+    signal together: of an outer run and of the inner run in progress, both stop.
 
-    A program says how it has ended by its exit code: 0, or 128 + the number of the signal (143 for SIGTERM).
+    A program says how it has ended by its exit code: 0, or 128 + the number of the signal (143 for SIGTERM), also where
+    it came when there was nothing left to stop, in the last event of a run that is completed.
 
     Args:
         signals: which end the run.
@@ -46,12 +48,11 @@ class Preemption(Attachable):
         self._signals = tuple(_check(one) for one in signals)
         if not self._signals:
             raise ValueError("signals=() would hear nothing: give some, such as (signal.SIGTERM,)")
-        self._before: dict[signal.Signals, Any] = {}
         self._received: signal.Signals | None = None
 
     @property
     def received(self) -> signal.Signals | None:
-        """The signal that has ended the last run, the same on all ranks, or None."""
+        """The signal that came in the last run, the same on all ranks, or None."""
         return self._received
 
     @property
@@ -74,14 +75,13 @@ class Preemption(Attachable):
             logger.warning(
                 "%r is attached without a Checkpoint: a signal would stop the run, and nothing be saved", self
             )
-        self._put_back()
+        leave(self._hear)
         self._received = None
-        for one in self._signals:
-            self._before[one] = signal.signal(one, self._hear)
+        listen(self._signals, self._hear)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        self._received = signal.Signals(number)
-        self._put_back()  # so that a second one ends the program
+    def _hear(self, number: signal.Signals) -> None:
+        self._received = number
+        leave(self._hear)  # so that a second one ends the program
 
     def _stop(self, engine: Engine, batch: Any) -> None:
         if self._received is not None:
@@ -100,12 +100,7 @@ class Preemption(Attachable):
             checkpoint.request(engine)
 
     def _end(self, engine: Engine, batch: Any) -> None:
-        self._put_back()
-
-    def _put_back(self) -> None:
-        before, self._before = self._before, {}
-        for one, handler in before.items():
-            signal.signal(one, signal.SIG_DFL if handler is None else handler)  # None: not installed by Python
+        leave(self._hear)
 
     def __repr__(self) -> str:
         """Show the signals."""

@@ -73,7 +73,7 @@ def test_however_a_run_ends_the_handlers_are_put_back(tmp_path, how):
 
     @engine.on(Events.ITERATION_COMPLETED(once=2))
     def end(engine: Engine, batch: Any) -> None:
-        assert signal.getsignal(signal.SIGTERM) == preemption._hear
+        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
         if how == "terminates":
             engine.terminate()
         elif how == "pauses":
@@ -99,6 +99,48 @@ def test_the_users_own_handler_is_there_again_for_a_second_signal(tmp_path):
         engine.add_event_handler(Events.ITERATION_STARTED(once=2), send)
         assert engine.run(range(5)).iteration == 2
         assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("is_inner", [False, True])
+def test_an_outer_and_an_inner_run_both_stop(tmp_path, is_inner):
+    inner, outer = make_engine(tmp_path / "inner"), make_engine(tmp_path / "outer")
+    inside, outside = Preemption().attach(inner), Preemption().attach(outer)
+    inner.add_event_handler(Events.ITERATION_STARTED(once=5), send if is_inner else lambda engine, batch: None)
+    if not is_inner:
+        outer.add_event_handler(Events.ITERATION_COMPLETED(once=2), send)
+    outer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine, batch: inner.run(range(3), max_epochs=9))
+    outer.run(range(10))
+    assert outer.state.iteration == (1 if is_inner else 2) and outer.state.stop_reason == "terminated"
+    assert outside.received == signal.SIGTERM and list_checkpoints(tmp_path / "outer")
+    assert (inside.received, inner.state.iteration) == ((signal.SIGTERM, 5) if is_inner else (None, 27))
+
+
+def test_two_on_one_engine_both_hear(tmp_path):
+    engine = make_engine(tmp_path)
+    both = Preemption().attach(engine), Preemption((signal.SIGTERM,)).attach(engine)
+    engine.add_event_handler(Events.ITERATION_STARTED(once=2), send)
+    engine.run(range(5))
+    assert [one.exit_code for one in both] == [143, 143]
+    engine.run(range(5), max_epochs=2)
+    assert [one.exit_code for one in both] == [0, 0]
+
+
+def test_a_handler_that_was_installed_during_the_run_stays(tmp_path):
+    engine = make_engine(tmp_path)
+    Preemption((signal.SIGTERM,)).attach(engine)
+    before = signal.getsignal(signal.SIGTERM)
+
+    def own(number: int, frame: Any) -> None:
+        pass
+
+    try:
+        engine.add_event_handler(
+            Events.ITERATION_STARTED(once=2), lambda engine, batch: signal.signal(signal.SIGTERM, own)
+        )
+        engine.run(range(5))
+        assert signal.getsignal(signal.SIGTERM) is own
     finally:
         signal.signal(signal.SIGTERM, before)
 
