@@ -57,6 +57,7 @@ class Course:
         self._position: Position | None = None
         self._held: HeldIterator | None = None
         self._data: RunData | None = None
+        self._is_resumed = False  # and no run has begun since
 
     @property
     def _trains(self) -> bool:
@@ -84,12 +85,20 @@ class Course:
         limits.check_reachable(state.epoch, state.iteration, state.epoch_iteration if loop.epoch_open else 0)
         if limits.are_reached(state.epoch, state.iteration, loop.epoch_open):
             loop.ending = "completed"
+            self._rejoin_once()
             return False
         self.limits = limits
         return True
 
+    def _rejoin_once(self) -> None:
+        """After a resume that leaves nothing to do, go on with the random state in which the run had ended."""
+        if self._is_resumed and self._position is not None:
+            self._position.random.restore()
+        self._is_resumed = False
+
     def begin(self, engine: Running, data: Any) -> None:
         """Set up a run that ``plan`` has agreed to."""
+        self._is_resumed = False
         loop, status, state, limits = self._loop, self._status, self._loop.state, self.limits
         outer = [other for other in active() if other is not engine]
         status.is_running, status.depth = True, len(outer)
@@ -248,6 +257,7 @@ class Course:
     def go_on_from(self, limits: Limits, position: Position | None) -> None:
         """Let the next run go on from a place that was saved."""
         self.limits, self._position, self._held = limits, position, None
+        self._is_resumed = position is not None
 
     def in_use(self) -> Iterator[Any]:
         """Yield what the run in progress iterates."""

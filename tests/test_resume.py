@@ -225,6 +225,20 @@ def test_a_finished_run_goes_on_only_to_a_higher_limit(tmp_path):
         again.run([1, 2, 3], max_epochs=1)
 
 
+def test_what_follows_a_finished_run_that_was_resumed_draws_as_it_would_have(tmp_path):
+    def finish(seed: int) -> list[float]:
+        torch.manual_seed(seed)
+        engine, _ = count_steps(tmp_path)
+        resume(engine, tmp_path)
+        drawn = []
+        for _ in range(2):
+            engine.run([1, 2, 3], max_epochs=2)
+            drawn.append(torch.rand(()).item())
+        return drawn
+
+    assert finish(seed=0) == finish(seed=1)
+
+
 @pytest.mark.parametrize("stop_after", range(1, 6))
 def test_patience_goes_on_and_a_stopped_run_stays_stopped(tmp_path, stop_after):
     """CASES B27."""
