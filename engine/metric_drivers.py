@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from ignite.metrics import EpochMetric, Metric
+from ignite.metrics import EpochMetric, Metric, MetricsLambda, RunningAverage
 
 from .errors import DataError
 from .events import Events
 from .nested import map_nested
 from .strategies import alone
 
-__all__ = ["Driver", "IgniteMetric", "MetricsOverRanks", "TorchMetric"]
+__all__ = ["Driver", "IgniteMetric", "MetricsOverRanks", "RunningMetric", "TorchMetric"]
 
 
 class Driver(Protocol):
@@ -36,29 +36,33 @@ class Driver(Protocol):
 
 
 class IgniteMetric:
-    """A metric of Ignite's."""
+    """A metric of Ignite's, or one that is computed from several, such as ``Fbeta``."""
 
     def __init__(self, metric: Metric, name: str) -> None:
         self._metric = metric
         self._name = name
+        self._parts = _parts_of(metric)  # which are given the outputs
 
     def reset(self, engine: Any) -> None:
         """Begin afresh."""
-        self._metric.started(engine.ignite)
+        for part in self._parts:
+            part.started(engine.ignite)
 
     def update(self, engine: Any) -> None:
         """Take in the step's output."""
-        self._metric.iteration_completed(engine.ignite)
+        for part in self._parts:
+            part.iteration_completed(engine.ignite)
 
     def compute(self, engine: Any, together: bool) -> None:
         """Compute the value."""
-        if together and isinstance(self._metric, EpochMetric):
-            self._compute_from_all(engine, self._metric)
-        else:
-            self._metric.completed(engine.ignite, self._name)
+        if together:
+            for part in self._parts:
+                if isinstance(part, EpochMetric):
+                    self._compute_from_all(engine, part)
+        self._metric.completed(engine.ignite, self._name)
 
     def _compute_from_all(self, engine: Any, metric: EpochMetric) -> None:
-        """Compute from the predictions of all ranks: Ignite's own gathering needs as many on each.
+        """Let it compute, and keep the result, from the predictions of all ranks: Ignite's own needs as many on each.
 
         Where they are kept is private to Ignite; a test tells when that changes.
         """
@@ -70,9 +74,43 @@ class IgniteMetric:
                 [tensor.to(device) for rank in parts for tensor in rank[which]] for which in (0, 1)
             )
             with alone():
-                metric.completed(engine.ignite, self._name)
+                metric.compute()
         finally:
             metric._predictions, metric._targets = mine
+
+
+class RunningMetric:
+    """A running average of Ignite's: of this rank's batches in an epoch, of all ranks' at its end.
+
+    Ignite's own takes the mean over the ranks at each batch, which comes to the same where all have as many, and never
+    ends where they have not.
+    """
+
+    def __init__(self, metric: RunningAverage, name: str) -> None:
+        self._metric = metric
+        self._name = name
+
+    def reset(self, engine: Any) -> None:
+        """Begin afresh with the first epoch, or with each if it is bound to one."""
+        if self._metric.epoch_bound or engine.state.iteration == 0:
+            self._metric.started(engine.ignite)
+
+    def update(self, engine: Any) -> None:
+        """Take in the step's output, and show the average so far."""
+        with alone():
+            if self._metric.src is not None:
+                self._metric.src.iteration_completed(engine.ignite)
+            self._metric.iteration_completed(engine.ignite)
+            self._metric.completed(engine.ignite, self._name)
+
+    def compute(self, engine: Any, together: bool) -> None:
+        """Compute the mean over the ranks."""
+        with alone():
+            self._metric.completed(engine.ignite, self._name)
+        if together:
+            metrics = engine.ignite.state.metrics
+            values = engine.strategy.peers.gather(metrics[self._name], "a running average")
+            metrics[self._name] = sum(values[1:], values[0]) / len(values)
 
 
 class TorchMetric:
@@ -184,6 +222,14 @@ class MetricsOverRanks:
             state.output = mine
         for driver in self._drivers:
             driver.compute(engine, together=False)
+
+
+def _parts_of(metric: Metric) -> list[Metric]:
+    """Return the metrics that one is computed from, each once: itself, unless it is of several."""
+    if not isinstance(metric, MetricsLambda):
+        return [metric]
+    inside = (one for one in (*metric.args, *metric.kwargs.values()) if isinstance(one, Metric))
+    return list({id(part): part for one in inside for part in _parts_of(one)}.values())
 
 
 def _is_not() -> bool:

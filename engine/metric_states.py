@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from ignite.metrics import Metric
+from ignite.metrics import Metric, RunningAverage
 from torch import nn
 
 from .errors import CheckpointError
@@ -42,6 +42,8 @@ def metrics_on(loop: Any, metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 def runs_on(loop: Any, metric: Any) -> bool:
     """Say whether a metric goes over the epochs' borders, as a running average does."""
+    if isinstance(metric, RunningAverage):
+        return not metric.epoch_bound
     return isinstance(metric, Metric) and bool(loop.has_event_handler(metric.started, Events.STARTED))
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ignite.metrics import Metric
+from ignite.metrics import Metric, MetricsLambda, RunningAverage
 from torch import nn
 
 from .errors import HandlerError
 from .events import Events
-from .metric_drivers import Driver, IgniteMetric, MetricsOverRanks, TorchMetric
+from .metric_drivers import Driver, IgniteMetric, MetricsOverRanks, RunningMetric, TorchMetric
 from .records import is_recordable
 
 __all__ = ["attach_metrics"]
@@ -33,10 +33,11 @@ def attach_metrics(engine: Any, metrics: Any) -> dict[str, Any]:
         if not isinstance(name, str) or not name:
             raise HandlerError(f"the name of a metric must be a text, got {name!r}")
         if isinstance(metric, Metric):
-            if engine.strategy.peers is None or type(metric).attach is not Metric.attach:
-                metric.attach(engine.ignite, name)  # those with an attach of their own know how to reduce
+            driver = None if engine.strategy.peers is None else _over_ranks(metric, name)
+            if driver is None:
+                metric.attach(engine.ignite, name)
             else:
-                drivers.append(IgniteMetric(metric, name))
+                drivers.append(driver)
         elif isinstance(metric, nn.Module) and all(hasattr(metric, verb) for verb in ("update", "compute", "reset")):
             metric.to(engine.device)
             drivers.append(TorchMetric(metric, name))
@@ -50,6 +51,15 @@ def attach_metrics(engine: Any, metrics: Any) -> dict[str, Any]:
     if names:
         engine.add_event_handler(Events.EPOCH_COMPLETED, _Publisher(names).publish_metrics)
     return dict(metrics)
+
+
+def _over_ranks(metric: Metric, name: str) -> Driver | None:
+    """Return what drives a metric where there are several ranks; None: it knows itself, by an attach of its own."""
+    if isinstance(metric, RunningAverage):
+        return RunningMetric(metric, name)
+    if isinstance(metric, MetricsLambda) or type(metric).attach is Metric.attach:
+        return IgniteMetric(metric, name)
+    return None
 
 
 class _Publisher:

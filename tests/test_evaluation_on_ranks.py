@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ignite.metrics import Accuracy, Average, ConfusionMatrix, EpochMetric, Loss, Precision, RunningAverage
+from ignite.metrics import (
+    Accuracy,
+    Average,
+    ConfusionMatrix,
+    EpochMetric,
+    Fbeta,
+    Loss,
+    Precision,
+    Recall,
+    RunningAverage,
+)
 from parallel import Case, equal_to_the_bit, make_data, make_net, make_optimizer, train_step
 from ranks import RankError, run_on_ranks
 from torch import nn
@@ -39,6 +49,9 @@ def _metrics() -> dict[str, Any]:
         "confusion": ConfusionMatrix(3),
         "precision": Precision(average=False),
         "all": EpochMetric(_mean_of_all, check_compute_fn=False),
+        "of several": Fbeta(1.0),
+        "computed": (Precision(average=False) * 2 + Recall(average=False)).mean(),
+        "computed from all": EpochMetric(_mean_of_all, check_compute_fn=False) + Accuracy(),
         "torch accuracy": MulticlassAccuracy(3, average="micro"),
         "torch auroc": MulticlassAUROC(3, thresholds=None),
     }
@@ -243,6 +256,33 @@ def _validate() -> Any:
 def test_metrics_of_training_and_validation_are_the_same_on_all_ranks():
     first, second = run_on_ranks(_validate, 2)
     assert first == second and first.keys() >= {"loss", "val/accuracy", "running"}
+
+
+def _running(numbers: list[float], mode: str, epochs: int, of: str) -> list[float]:
+    import warnings
+
+    warnings.filterwarnings("ignore", "`epoch_bound` is deprecated", UserWarning)
+    source = {"output": lambda: {"output_transform": float}, "metric": lambda: {"src": Average()}}[of]()
+    bound = RunningAverage(**source, alpha=0.5, epoch_bound=True)
+    metrics = {"value": RunningAverage(**source, alpha=0.5), "bound": bound} if of == "output" else {"value": bound}
+    engine = Engine(lambda engine, batch: float(batch), mode=mode, metrics=metrics)
+    return list(engine.run(numbers, epochs).metrics.values())
+
+
+@pytest.mark.parametrize(
+    ("numbers", "mode", "epochs", "of", "wanted"),
+    [
+        ([1.0, 2.0, 3.0], "eval", 1, "output", [2.0, 2.0]),  # rank 0 has 1 and 3, rank 1 has 2
+        ([1.0, 2.0, 3.0], "eval", 1, "metric", [2.0]),
+        ([1.0], "eval", 1, "output", [1.0, 1.0]),
+        ([1.0, 3.0, 5.0, 7.0], "train", 1, "output", [4.0, 4.0]),  # of 2 and 6, as Ignite has it
+        ([1.0, 3.0, 5.0, 7.0], "train", 2, "output", [4.5, 4.0]),  # of 2, 6, 2, 6; and of the last two
+    ],
+)
+def test_a_running_average_is_the_mean_over_the_ranks_and_needs_no_batches_of_the_same_number(
+    numbers, mode, epochs, of, wanted
+):
+    assert run_on_ranks(_running, 2, numbers, mode, epochs, of, timeout_sec=20) == [wanted, wanted]
 
 
 def _local_torchmetrics() -> float:
