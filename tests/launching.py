@@ -26,6 +26,7 @@ def describe(batch: Tensor, net: nn.Module) -> dict[str, Any]:
     return {
         "process": type(multiprocessing.current_process()).__name__,
         "environment": {name: os.environ[name] for name in names},
+        "start method": multiprocessing.get_start_method(),
         "threads": torch.get_num_threads(),
         "total": total,
         "batch": batch,

@@ -28,7 +28,7 @@ from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook
 from torch import Tensor, nn
 
-from pellucid.engine import StrategyError
+from pellucid.engine import Engine, StrategyError
 from pellucid.engine.strategies.launch import launch
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -40,7 +40,8 @@ class StubbornError(Exception):
 
 
 @pytest.fixture(autouse=True)
-def everything_as_before() -> Iterator[None]:
+def everything_as_before(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    tmp_path_factory.getbasetemp()  # not in the folder of one test
     # a folder with a short name, as sockets need, and without other tests' files
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as around:
         around.setenv("TMPDIR", folder)
@@ -80,6 +81,7 @@ def test_a_function_that_can_be_imported_is_called_in_new_interpreters_and_rank_
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
     assert value["process"] == "SpawnProcess"
     assert value["environment"] == dict(zip(names, "00221", strict=True))
+    assert value["start method"] == multiprocessing.get_start_method()
     assert (value["threads"], value["total"].item(), value["batch"].tolist()) == (1, 2.0, [1.0, 1.0, 1.0])
     assert batch.tolist() == [0.0, 0.0, 0.0]  # ranks have copies, and share no memory
     assert torch.equal(value["net"].weight, net.weight)
@@ -95,6 +97,12 @@ def test_an_error_on_one_rank_ends_the_others_which_wait_for_it():
     assert shown.startswith("on rank 1 of 2:\n\nTraceback")
     assert 'raise OwnError("rank 1 is tired", 7)' in shown
     assert "launched.py" not in shown
+
+
+def test_a_script_from_standard_input_can_call_what_is_imported():
+    script = "from os import getpid\nfrom pellucid.engine import launch\nprint(launch(getpid, nprocs=1) > 0)\n"
+    done = subprocess.run([sys.executable, "-"], input=script, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
 
 
 def test_a_script_without_a_guard_is_told_so(tmp_path):
@@ -185,6 +193,48 @@ def test_however_a_rank_ends_early_the_error_is_its_own(act, error, message):
 
 def test_a_rank_that_leaves_in_peace_returns_none():
     assert launch(lambda: sys.exit(), nprocs=1) is None
+
+
+KEPT: list[Engine] = []
+
+
+@pytest.mark.parametrize("how", ["returns", "exits"])
+def test_a_rank_that_leaves_early_is_missed_by_those_that_go_on_with_it(how):
+    def train() -> None:
+        model = nn.Linear(3, 1)
+
+        def step(engine: Engine, batch: Tensor) -> None:
+            if how == "exits" and (engine.state.rank, engine.state.iteration) == (1, 2):
+                sys.exit()
+            engine.backward(engine.model(batch).mean())
+            engine.update()
+
+        engine = Engine(step, model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        engine.run([torch.ones(2, 3)] * 8)
+        KEPT.append(engine)  # and with it the connections
+        if engine.state.rank == 0:
+            engine.run([torch.ones(2, 3)] * 8, max_epochs=2)
+
+    begin = time.monotonic()
+    with pytest.raises(StrategyError, match=r"rank 0 was at .* has lost another rank, which has ended") as caught:
+        launch(train, nprocs=2)
+    assert time.monotonic() - begin < 30
+    assert str(caught.value.__cause__).startswith("on rank 0 of 2, when it had returned on 1:")
+
+
+def test_a_rank_that_has_nothing_more_to_do_leaves_the_others_to_their_own_work():
+    def work() -> int:
+        model = nn.Linear(3, 1)
+        engine = Engine(lambda engine, batch: engine.model(batch), model, mode="eval")
+        engine.run([torch.ones(2, 3)] * 2)
+        KEPT.append(engine)
+        if engine.state.rank == 1:
+            return 0
+        time.sleep(0.5)
+        alone = Engine(lambda engine, batch: engine.model(batch), model, mode="eval", strategy="single")
+        return alone.run([torch.ones(2, 3)] * 3).iteration
+
+    assert launch(work, nprocs=2) == 3
 
 
 def test_a_value_that_cannot_be_pickled_is_refused():

@@ -183,10 +183,12 @@ if place.rank == 0 and what == "stop":
 elif place.rank == 1 and what == "error":
     peers.start("a round", [1])
     raise ValueError("rank 1 is tired")
+elif what == "error":
+    peers.barrier()
 elif place.rank == 1 and what == "exit":
     work = dist.all_reduce(torch.ones(1), async_op=True)
     sys.exit(3)
-elif what in ("error", "exit", "stop"):
+elif what in ("exit", "stop"):
     time.sleep(1000)
 """
 
@@ -245,6 +247,8 @@ def test_a_rank_that_ends_while_others_would_have_to_answer_it_ends_the_job(tmp_
     code, lines, errors = Job(tmp_path, what, *HERE).wait()
     assert code != 0
     assert shown in errors
+    cause = errors.partition("Root Cause (first observed failure)")[2]
+    assert "rank      : 1" in cause, "also where the other has failed in turn"
     assert_ended(lines)
 
 

@@ -15,7 +15,7 @@ from ..errors import StrategyError
 from .alone import RanksAsIgniteSees
 from .base import Model, Uneven, modules_of
 from .devices import find_device
-from .peers import Peers
+from .peers import LostRankError, Peers, is_of_lost_rank
 from .placed import Placed
 from .processes import join, local_device
 
@@ -90,9 +90,15 @@ class Distributed(Placed):
             with super().running(model, train):
                 yield
         else:
-            self.peers.barrier(f"the start of {'a training' if train else 'an evaluation'} run")
-            with self._as_ignite_sees.region():
-                yield
+            run = f"{'a training' if train else 'an evaluation'} run"
+            self.peers.barrier(f"the start of {run}")
+            try:
+                with self._as_ignite_sees.region():
+                    yield
+            except RuntimeError as error:  # of a collective of torch's, in a forward or a backward
+                if isinstance(error, StrategyError) or not is_of_lost_rank(error):
+                    raise
+                raise LostRankError(self.rank, f"a collective of {run}") from error
 
     def mean(self, value: float | Tensor) -> float | Tensor:
         """Return the mean of a number over the ranks. A collective; no wait for an accelerator."""

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import StrategyError
-from .launched import Job, Report, reports, run, started
+from .launched import Job, Report, reports, returned, run, started
 from .processes import check_backend
 from .relaying import relayed
 from .sending import check_can_be_copied, pack
@@ -76,7 +76,7 @@ def launch(fn: Callable[..., ValueT], *args: Any, nprocs: int, backend: str | No
     """
     _check(fn, nprocs, backend)
     with tempfile.TemporaryDirectory(prefix="pellucid-launch-", ignore_cleanup_errors=True) as name:
-        job = Job(Path(name), nprocs, backend)
+        job = Job(Path(name), nprocs, backend, start_method=multiprocessing.get_start_method(allow_none=True))
         reason = pack(fn, args, job.folder)
         if reason is not None:
             check_can_be_copied(reason)
@@ -164,7 +164,9 @@ def _raise_failure(job: Job, rank: int, exit_code: int) -> NoReturn:
     if rank not in [report.rank for report in known]:
         raise StrategyError(_last_words(job, rank, exit_code))
     first = known[0]
-    raise _own_error(first) from _OnRank(f"on rank {first.rank} of {job.nprocs}:\n\n{first.text}")
+    gone = ", ".join(str(one) for one in returned(job.folder))
+    place = f"on rank {first.rank} of {job.nprocs}{gone and f', when it had returned on {gone}'}"
+    raise _own_error(first) from _OnRank(f"{place}:\n\n{first.text}")
 
 
 class _OnRank(Exception):

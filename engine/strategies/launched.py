@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import pickle
 import signal
@@ -16,14 +17,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 
 from ..errors import StrategyError
-from .processes import join
+from .processes import join, leave_group, open_sockets
 from .relaying import leave_notebook, relay_to
 from .sending import Call, check_is_good_copy, unpack
 
-__all__ = ["Job", "Report", "reports", "run", "started"]
+__all__ = ["Job", "Report", "reports", "returned", "run", "started"]
 
 _LINGER_SEC = 0.5
 _PATIENCE_SEC = 5.0
@@ -39,6 +39,7 @@ class Job:
         backend: as in ``launch``.
         call: the function and its arguments, if the ranks are copies of the process; else they are in a file.
         reason: why the ranks are copies.
+        start_method: of processes that a rank starts, such as the workers of its loaders: as in the caller's process.
     """
 
     folder: Path
@@ -46,6 +47,7 @@ class Job:
     backend: str | None
     call: Call | None = None
     reason: str = ""
+    start_method: str | None = None
 
     @property
     def value_file(self) -> Path:
@@ -69,7 +71,7 @@ def run(job: Job) -> None:
     """Be a rank, from the first line to the last. A collective."""
     if not job.folder.exists():
         sys.exit(1)  # the launcher was stopped while this process was starting
-    rank = int(os.environ["RANK"])
+    rank, inherited = int(os.environ["RANK"]), open_sockets().keys()
     try:
         _settle(job, rank)
         fn, args = job.call or unpack(job.folder)
@@ -77,8 +79,8 @@ def run(job: Job) -> None:
         value = _call(fn, args)
         if rank == 0:
             _save(value, job.value_file)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        _write(job.folder / f"returned.{rank}", b"")
+        leave_group(inherited)
     except BaseException as error:
         _report(job.folder, rank, error)
         sys.last_value = error  # as if nobody had caught it: what is done at the end of the program looks here
@@ -90,6 +92,11 @@ def reports(folder: Path) -> list[Report]:
     return sorted((pickle.loads(file.read_bytes()) for file in folder.glob("failed.*")), key=lambda report: report.time)
 
 
+def returned(folder: Path) -> list[int]:
+    """Return the ranks on which the function has returned."""
+    return sorted(int(file.suffix[1:]) for file in folder.glob("returned.*"))
+
+
 def started(folder: Path) -> dict[int, int]:
     """Return the ranks that have come to life, and their process ids, which are those of their process groups too."""
     return {int(file.suffix[1:]): int(file.read_text()) for file in folder.glob("started.*")}
@@ -99,6 +106,7 @@ def _settle(job: Job, rank: int) -> None:
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # Ctrl-C in a terminal comes once, from the launcher; what a rank starts can be ended with it
     _write(job.folder / f"started.{rank}", str(os.getpid()).encode())
+    multiprocessing.set_start_method(job.start_method, force=True)  # it has that by which it was started itself
     relay_to(job.folder)
     if job.call is not None:
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):

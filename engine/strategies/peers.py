@@ -18,11 +18,35 @@ import torch.distributed as dist
 
 from ..errors import StrategyError
 
-__all__ = ["Peers"]
+__all__ = ["LostRankError", "Peers", "is_of_lost_rank"]
 
 _log = logging.getLogger("pellucid.engine")
 
 _MOST_NUMBERS = 6
+# what gloo and NCCL say of a connection whose other end is gone
+_SIGNS_OF_LOSS = ("Connection closed by peer", "Connection reset by peer", "remote process exited", "Broken pipe")
+
+
+class LostRankError(StrategyError):
+    """Another rank has ended, for which this one waits."""
+
+    def __init__(self, rank: int, what: str) -> None:
+        """Say which rank was at what."""
+        super().__init__(
+            f"rank {rank} was at {what} and has lost another rank, which has ended: by an error, which its message "
+            "tells, or as it had nothing more to do. Every rank must make the same runs, and the same updates and "
+            'collective calls; an engine that runs on one rank alone is declared so: Engine(..., strategy="single")'
+        )
+        self.rank, self.what = rank, what
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LostRankError, (self.rank, self.what)
+
+
+def is_of_lost_rank(error: BaseException | None) -> bool:
+    """Say whether an error comes of the end of another rank: ours, or one of the libraries under the collectives."""
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    return isinstance(error, LostRankError) or any(sign in text for sign in _SIGNS_OF_LOSS)
 
 
 class Peers:
@@ -77,12 +101,7 @@ class Peers:
         try:
             work.wait()
         except RuntimeError as error:
-            raise StrategyError(
-                f"rank {self.rank} was at {what} and has lost another rank, which has ended: by an error, which its "
-                "message tells, or as it had nothing more to do. Every rank must make the same runs, and the same "
-                "updates and collective calls; an engine that runs on one rank alone is declared so: "
-                'Engine(..., strategy="single")'
-            ) from error
+            raise LostRankError(self.rank, what) from error
         largest, negated, *values = numbers.tolist()
         if largest != -negated:
             raise StrategyError(

@@ -8,10 +8,16 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import logging
 import os
+import socket
+import stat
 import sys
+import time
 import weakref
+from collections.abc import Set
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,8 +27,11 @@ import torch.distributed as dist
 
 from ..errors import StrategyError
 from .devices import accelerator_type, device_count, find_device
+from .peers import is_of_lost_rank
 
-__all__ = ["Processes", "are_several", "check_backend", "join", "local_device"]
+__all__ = ["Processes", "are_several", "check_backend", "join", "leave_group", "local_device", "open_sockets"]
+
+_LINGER_SEC = 1.0  # torchrun looks at its ranks ten times a second
 
 
 @dataclass(frozen=True)
@@ -207,6 +216,37 @@ def _devices_of(backend: str) -> set[str]:
     return devices
 
 
+def leave_group(inherited: Set[int]) -> None:
+    """End the group on this rank while its process goes on. Ranks that still wait for this one then hear of it.
+
+    What keeps the connections open besides the group itself are engines that somebody refers to, so they are cut.
+
+    Args:
+        inherited: what ``open_sockets`` returned when this process began: it may share them with the one it came from.
+    """
+    if not dist.is_initialized():
+        return
+    _forget_collectives_under_way()
+    dist.destroy_process_group()
+    gc.collect()
+    for number, handle in open_sockets().items():
+        if number not in inherited:
+            with suppress(OSError), socket.socket(fileno=os.dup(handle)) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername():  # no listener
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def open_sockets() -> dict[int, int]:
+    """Return the sockets of this process: the number that the system has for each, and the file descriptor."""
+    found = {}
+    for name in os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else ():
+        with suppress(OSError):  # the one of the listing itself is closed again
+            described = os.fstat(int(name))
+            if stat.S_ISSOCK(described.st_mode):
+                found[described.st_ino] = int(name)
+    return found
+
+
 def _leave(made: weakref.ref[Any]) -> None:
     """End the group that was made here, at the end of the program.
 
@@ -221,6 +261,8 @@ def _leave(made: weakref.ref[Any]) -> None:
         if made() is dist.group.WORLD:
             dist.destroy_process_group()
         return
+    if is_of_lost_rank(sys.last_value):
+        time.sleep(_LINGER_SEC)  # the launcher is to see the other first, and to name that one
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -32,6 +32,9 @@ def pack(fn: Callable[..., Any], args: tuple[Any, ...], folder: Path) -> str | N
 
     Tensors are copied: handed to ``multiprocessing``, all ranks would share their memory, and train the same weights.
     """
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    if path is not None and not _main_can_be_read():
+        return f"a new interpreter cannot read {path!r} again"  # python - < script.py
     modules: set[str] = set()
 
     class NotingPickler(pickle.Pickler):
@@ -106,9 +109,7 @@ def _unusable(accelerator: str, reason: str) -> str:
 def _can_be_imported(name: str) -> bool:
     """Say whether an interpreter that is new, with the same search path, would find the module."""
     if name in _MAIN:
-        main = sys.modules["__main__"]
-        path = getattr(main, "__file__", None)
-        return getattr(main, "__spec__", None) is not None or (path is not None and os.path.isfile(path))
+        return _main_can_be_read()
     parts = name.split(".")
     path = None
     for count in range(1, len(parts) + 1):
@@ -120,3 +121,9 @@ def _can_be_imported(name: str) -> bool:
         if path is None:
             return count == len(parts)
     return True
+
+
+def _main_can_be_read() -> bool:
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    return getattr(main, "__spec__", None) is not None or (path is not None and os.path.isfile(path))
