@@ -58,6 +58,7 @@ class Course:
         self._held: HeldIterator | None = None
         self._data: RunData | None = None
         self._is_resumed = False  # and no run has begun since
+        self._put_back: Callable[[], None] = _nothing  # what the other ranks' waits were asked before the run
 
     @property
     def _trains(self) -> bool:
@@ -131,8 +132,10 @@ class Course:
         loop.agreement = agreement = Agreement(peers, what, lambda: status.updates)
 
         is_collective = self._strategy.forward_is_collective and not self._trains
+        watch_batch = self._watch_updates(peers)
 
         def begin_batch(done: int) -> None:
+            watch_batch()
             # a rank at its end must be heard at that batch: in training where nobody knew before, in evaluation where
             # it goes on to take part in the others' steps
             may_end = self._trains and data is not None and data.length is None
@@ -146,6 +149,27 @@ class Course:
             go_own_way(self._strategy.data_rank)
         if data is not None:
             data.look_ahead = self._trains  # where only the data knows how long it is
+
+    def _watch_updates(self, peers: Peers) -> Callable[[], None]:
+        """Let the peers know when this rank has left an update out; return what is to be called before each step."""
+        status, loop = self._status, self._loop
+        batch, updates = 0, status.updates
+        if not self._trains or not status.updates_by_optimizer:
+            return lambda: None
+
+        def is_missed() -> bool:
+            is_over = loop.done_iteration == batch
+            return is_over and status.update_due and status.updates == updates > 0
+
+        def watch_batch() -> None:
+            nonlocal batch, updates
+            if self._strategy.forward_is_collective and is_missed():
+                peers.barrier("a batch after one without an update")
+            batch, updates = loop.state.iteration, status.updates
+
+        self._put_back = partial(setattr, peers, "is_missed", peers.is_missed)
+        peers.is_missed = is_missed
+        return watch_batch
 
     def _ghost_step(self, engine: Running) -> Callable[[], None] | None:
         """Return what a rank without batches does while others take a step that is a collective."""
@@ -227,6 +251,8 @@ class Course:
         """Be no run any more."""
         loop, status = self._loop, self._status
         self._data = None
+        self._put_back()
+        self._put_back = _nothing
         loop.flags = {"should_terminate_single_epoch": loop.epoch_ends()}
         loop.set_standing(loop.standing())
         loop.leave()
@@ -265,6 +291,10 @@ class Course:
             yield part
             if isinstance(part, HeldIterator):
                 yield part.iterator
+
+
+def _nothing() -> None:
+    pass
 
 
 def _await_peers(agreement: Agreement, loop: IgniteLoop, ghost_step: Callable[[], None] | None) -> Heard:

@@ -181,21 +181,37 @@ def test_an_evaluation_of_one_rank_that_is_not_declared_so_is_an_error_and_no_ha
     assert error.value.kind == "StrategyError"
 
 
-def _skips_an_update() -> None:
+def _skips_an_update(at: int, strategy: str, everywhere: bool) -> int:
     net = make_net()
     train = train_step(Case())
 
     def step(engine: Engine, batch: Any) -> Any:
-        if not (dist.get_rank() == 1 and engine.state.iteration == 4):
+        if not ((everywhere or dist.get_rank() == 1) and engine.state.iteration == at):
             return train(engine, batch)
 
-    Engine(step, net, optimizer=make_optimizer(net)).run(make_loader(48))
+    engine = Engine(step, net, optimizer=make_optimizer(net), strategy=strategy)
+    assert engine.strategy.peers is not None
+    engine.strategy.peers._tell_after_sec = 1.0  # of which 30 would be waited for
+    return engine.run(make_loader(48)).updates
 
 
-def test_a_rank_that_leaves_an_update_out_is_an_error_and_no_hang():
-    with pytest.raises(RankError, match=r"the ranks have come apart.*make an update where the others do") as error:
-        run_on_ranks(_skips_an_update, 2, timeout_sec=40)
+@pytest.mark.parametrize(
+    ("at", "strategy", "says"),
+    [
+        (4, "ddp", r"the ranks have come apart.*make an update where the others do"),
+        (8, "ddp", r"rank 1 made no update in its last batch, and has waited 1 s at .* multiply its loss by 0"),
+        (4, "fsdp", r"rank 1 made no update in its last batch, and has waited 1 s at .* multiply its loss by 0"),
+    ],
+)
+def test_a_rank_that_leaves_an_update_out_is_an_error_and_no_hang(at, strategy, says):
+    with pytest.raises(RankError, match=says) as error:
+        run_on_ranks(_skips_an_update, 2, at, strategy, False, timeout_sec=40)
     assert error.value.kind == "StrategyError"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_all_ranks_may_leave_an_update_out(strategy):
+    assert run_on_ranks(_skips_an_update, 2, 8, strategy, True, timeout_sec=40) == [7, 7]
 
 
 def _meet(late: bool) -> list[str]:

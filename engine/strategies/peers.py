@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -61,6 +61,7 @@ class Peers:
         """Make the group. A collective."""
         self._tell_after_sec = tell_after_sec
         self._has_told = False
+        self.is_missed: Callable[[], bool] = _no  # others may wait for what this rank has left out
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         timeout = None if timeout_sec is None else timedelta(seconds=timeout_sec)
@@ -153,8 +154,16 @@ class Peers:
             self._tell_of_a_long_wait(self._round[0], self._round[-1])
 
     def _tell_of_a_long_wait(self, what: str, work: Any) -> None:
-        if self._has_told or _is_done_within(work, self._tell_after_sec):
+        if self._has_told and not self.is_missed():
             return
+        if _is_done_within(work, self._tell_after_sec):
+            return
+        if self.is_missed():
+            raise StrategyError(
+                f"rank {self.rank} made no update in its last batch, and has waited {self._tell_after_sec:g} s at "
+                f"{what} for the other ranks, which seem to wait for its gradients. Every rank must make an update where the "
+                "others do: to leave a batch out, multiply its loss by 0 on the ranks that have it"
+            )
         self._has_told = True
         _log.warning(
             "rank %d has waited %g s at %s for the other ranks. If one of them is at work alone, nothing is wrong; "
@@ -165,6 +174,10 @@ class Peers:
             self._tell_after_sec,
             what,
         )
+
+
+def _no() -> bool:
+    return False
 
 
 def _is_done_within(work: Any, seconds: float) -> bool:
