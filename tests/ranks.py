@@ -166,8 +166,12 @@ def _serve(pipe: Any, path: list[str]) -> None:
         except (EOFError, OSError):
             return
         answer = _work(*job)
+        if answer[0] == "error":
+            pipe.send(answer)  # the end of the group may have to wait for the others
+        _leave_group()
         gc.collect()
-        pipe.send(answer)
+        if answer[0] == "ok":
+            pipe.send(answer)
 
 
 def _work(
@@ -180,7 +184,6 @@ def _work(
     group: bool,
     env: dict[str, str],
 ) -> tuple[Any, ...]:
-    import ignite.distributed as idist
     import torch
     import torch.distributed as dist
 
@@ -210,13 +213,19 @@ def _work(
     except BaseException as error:
         return "error", type(error).__name__, traceback.format_exc(), time.monotonic()
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-            _forget_meshes()
-            idist.sync()  # Ignite must not remember the group
-            idist.utils._need_to_sync = True
         os.environ.clear()
         os.environ.update(before)
+
+
+def _leave_group() -> None:
+    import ignite.distributed as idist
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        _forget_meshes()
+        idist.sync()  # Ignite must not remember the group
+        idist.utils._need_to_sync = True
 
 
 def _forget_meshes() -> None:

@@ -161,8 +161,8 @@ class Peers:
         if self.is_missed():
             raise StrategyError(
                 f"rank {self.rank} made no update in its last batch, and has waited {self._tell_after_sec:g} s at "
-                f"{what} for the other ranks, which seem to wait for its gradients. Every rank must make an update where the "
-                "others do: to leave a batch out, multiply its loss by 0 on the ranks that have it"
+                f"{what} for the other ranks, which seem to wait for its gradients. Every rank must make an update "
+                "where the others do: to leave a batch out, multiply its loss by 0 on the ranks that have it"
             )
         self._has_told = True
         _log.warning(
