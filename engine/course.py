@@ -17,6 +17,7 @@ from .data import EmptyDataError, HeldIterator, RunData, at_most, check_data, ch
 from .errors import LimitError
 from .limits import Limits
 from .nesting import Running, active, as_found_again
+from .optimizers import refuse_differences
 from .position import Position
 from .rng import go_own_way
 from .state import RunStatus
@@ -133,6 +134,8 @@ class Course:
 
         is_collective = self._strategy.forward_is_collective and not self._trains
         watch_batch = self._watch_updates(peers)
+        if self._trains:
+            refuse_differences(self._updates.settings(), peers)
 
         def begin_batch(done: int) -> None:
             watch_batch()

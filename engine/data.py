@@ -205,7 +205,7 @@ class RunData:
                 self._ended = True
                 if not begun and (self.record or self.shards is None):
                     self._opened = None
-                    raise EmptyDataError(_why_empty(self.source)) from None
+                    raise EmptyDataError(self._few_for_ranks() + _why_empty(self.source)) from None
                 return
             except GeneratorExit:  # let go of while it waited
                 raise
@@ -213,6 +213,14 @@ class RunData:
                 self._failed = True
                 raise
             begun = True
+
+    def _few_for_ranks(self) -> str:
+        if self.shards is None or self.state.world_size == 1:
+            return ""
+        return (
+            f"rank {self.state.rank} of {self.state.world_size} got no batch, as where there are fewer batches than "
+            "ranks: give more data, smaller batches, or start fewer ranks. "
+        )
 
     def end_pass(self) -> None:
         """Give no more batches of this pass: the data of another rank has ended."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .errors import UpdateError
-from .strategies import Strategy
+from .strategies import Peers, Strategy
 from .strategies.base import modules_of
 
 __all__ = [
@@ -22,6 +22,8 @@ __all__ = [
     "has_gradient",
     "held_by",
     "needs_closure",
+    "refuse_differences",
+    "settings_of",
     "trained_by",
     "zero_gradients",
 ]
@@ -132,3 +134,31 @@ def zero_gradients(optimizer: Optimizer) -> None:
         drop_gradients(optimizer)  # the same, without a range for the profiler that takes longer than a small step
     else:
         optimizer.zero_grad()
+
+
+def settings_of(optimizer: Optimizer) -> Iterator[tuple[str, str]]:
+    """Yield an optimizer's class and the settings of its groups, by name and in words."""
+    yield "class", type(optimizer).__qualname__
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key == "params":
+                yield f"param_groups[{number}]['params']", f"{len(value)} parameters"
+            elif isinstance(value, Tensor | int | float | str | bool | tuple | None):
+                yield f"param_groups[{number}][{key!r}]", repr(value.tolist() if isinstance(value, Tensor) else value)
+
+
+def refuse_differences(settings: Mapping[str, str], peers: Peers) -> None:
+    """Refuse optimizers that are told other things on other ranks, whose weights would come apart. A collective.
+
+    Raises:
+        UpdateError: as above, with the first difference.
+    """
+    by_rank = peers.gather(dict(settings), "the settings of the optimizers")
+    for rank, theirs in enumerate(by_rank):
+        for name in by_rank[0] | theirs:
+            here, there = by_rank[0].get(name, "nothing"), theirs.get(name, "nothing")
+            if here != there:
+                raise UpdateError(
+                    f"the optimizers differ between ranks: {name} is {here} on rank 0 and {there} on rank {rank}. Make "
+                    "them the same on every rank, or their weights come apart"
+                )

@@ -26,6 +26,7 @@ from .optimizers import (
     has_gradient,
     held_by,
     needs_closure,
+    settings_of,
     trained_by,
     zero_gradients,
 )
@@ -178,6 +179,10 @@ class Updates:
     def follows_batches(self) -> bool:
         """Say whether batches must be announced: for windows, or for several optimizers, which end one together."""
         return self.accumulates() or len(self._optimizers) > 1 or self._window.owed
+
+    def settings(self) -> dict[str, str]:
+        """Return what the optimizers are told, in words that can be compared with other ranks'."""
+        return {f"{name}.{key}": value for name, one in self._optimizers.items() for key, value in settings_of(one)}
 
     def begin_run(self) -> None:
         """Make the update that is owed from the run before."""

@@ -183,7 +183,11 @@ class Checkpoint(Attachable):
         self.wait()  # one that is being written is among those it is compared with
         score = recorded[1]
         # ranks must agree on whether they save
-        judged: tuple[float | None, bool] = engine.strategy.broadcast((score, self._is_among_the_best(score)))
+        assert self._monitor is not None, "a score was recorded"
+        judged: tuple[float | None, bool] = engine.strategy.broadcast(
+            (score, self._is_among_the_best(score)),
+            f"the score of {self!r}: monitor={self._monitor.name!r} must be recorded on every rank",
+        )
         return judged
 
     def request(self, engine: Engine) -> None:

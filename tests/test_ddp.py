@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from pellucid.engine import DDP, Engine, Events, SingleDevice, StrategyError
+from pellucid.handlers import Checkpoint
 
 CASES = {
     "plain": Case(),
@@ -397,6 +399,52 @@ def _different_models(kind: str) -> None:
         DDP(backend="nccl")
     elif kind == "uneven":
         DDP(uneven="no")  # type: ignore[arg-type]
+    elif kind == "another backend":
+        dist.Backend.register_backend("another", lambda *args: None, devices=["cpu"])
+        DDP(backend="another")
+
+
+def _comes_apart(kind: str) -> None:
+    torch.manual_seed(0)
+    rank, net = dist.get_rank(), make_net()
+    optimizer = make_optimizer(net)
+    engine = Engine(train_step(Case()), net, optimizer=optimizer)
+    data: Any = make_loader(24)
+    if kind == "rates":
+        optimizer.param_groups[0]["lr"] = 0.1 if rank else 0.2
+    elif kind == "frozen":
+        part = [one for one in net.modules() if isinstance(one, nn.Linear)][rank]
+        engine.add_event_handler(Events.ITERATION_STARTED(once=2), lambda engine, batch: freeze(part))
+    elif kind == "monitor":
+        Checkpoint("unused", monitor="loss", mode="min", keep_last=False).attach(engine)
+        if rank == 0:
+            engine.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda engine, _: engine.record({"loss": 1.0}))
+    elif kind == "few":
+        data = list(data)[:1]
+    elif kind == "a short generator":
+        data = (batch for batch in list(data)[:1])
+    engine.run(data)
+
+
+def freeze(part: nn.Module) -> None:
+    part.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("rates", r"optimizer.param_groups\[0\]\['lr'\] is 0.2 on rank 0 and 0.1 on rank 1"),
+        ("frozen", "is frozen on rank 1 or on rank 0, and not on both"),
+        ("monitor", "the score of Checkpoint.*monitor='loss' must be recorded on every rank"),
+        ("few", "start fewer ranks"),
+        ("a short generator", "fewer batches than ranks"),
+    ],
+)
+def test_what_differs_between_ranks_is_named(tmp_path, monkeypatch, kind, text):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RankError) as error:
+        run_on_ranks(_comes_apart, 2, kind, timeout_sec=30)
+    assert re.search(text, "\n".join([error.value.text, *error.value.others.values()]))
 
 
 @pytest.mark.parametrize(
@@ -408,6 +456,7 @@ def _different_models(kind: str) -> None:
         ("shared", "'a' and 'b' share the parameter"),
         ("two strategies", "under DDP.* already"),
         ("uneven", "'trim' or 'pad'"),
+        ("another backend", "there is a process group already, with 'cpu:gloo.*' and without 'another'"),
     ],
 )
 def test_what_cannot_be_trained_together_is_refused_on_every_rank(kind, text):

@@ -57,7 +57,6 @@ def assert_same(one: Any, other: Any) -> None:
         numpy.zeros(()), numpy.arange(3, dtype=numpy.uint8), numpy.ones((2, 0)), numpy.arange(3, dtype=">f8"),
         numpy.arange(3, dtype=">i2")[::-1], {"a": [numpy.float64(1)]}, numpy.ones((2, 3), dtype=numpy.uint16),
     ],
-    ids=repr,
 )  # fmt: skip
 def test_it_comes_back_as_what_it_was(value):
     assert_same(there_and_back(value), value)
@@ -100,7 +99,6 @@ def test_defaults_go_on_filling_up_at_any_depth():
         ({2**2040: 1}, "a value of 2041 bits"),
         ([(1, {"a": {2**3000}})], "a value of 3001 bits"),
     ],
-    ids=repr,
 )
 def test_what_a_safe_loader_would_not_read_is_refused(value, says):
     with pytest.raises(CheckpointError, match=says):

@@ -60,7 +60,7 @@ def test_a_job_of_one_process_needs_no_group(as_rank):
 
 
 def place_in_a_group() -> tuple[Processes, Processes, bool]:
-    with_variables = join("nonsense")  # a group is used as it is
+    with_variables = join("gloo")
     for name in VARIABLES:
         os.environ.pop(name, None)
     return with_variables, join(), are_several()

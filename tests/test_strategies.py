@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pellucid.engine.errors import ModelError, StrategyError
-from pellucid.engine.strategies import SingleDevice, Strategy, resolve
+from pellucid.engine.strategies import DDP, FSDP, SingleDevice, Strategy, resolve
 from pellucid.engine.strategies.ambient import AmbientState, fresh_modes
 from pellucid.engine.strategies.wrapping import check_model
 
@@ -473,3 +474,50 @@ def test_the_current_device_is_put_back() -> None:
     with fresh_modes(train=False):
         torch.get_device_module(GPU).set_device(before.index + 1)
     assert torch.zeros(1, device=GPU).device == before
+
+
+# ---------------------------------------------------------------- options that make no sense
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        *(
+            (lambda name=name, value=value: DDP(**{name: value}), f"{name}={value!r}: True or False was wanted")
+            for name, value in [
+                ("sync_every_batch", "no"),
+                ("static_graph", 2),
+                ("broadcast_buffers", None),
+                ("find_unused_parameters", "no"),
+                ("gradient_as_bucket_view", 0),
+            ]
+        ),
+        *(
+            (lambda value=value: DDP(bucket_cap_mb=value), f"bucket_cap_mb={value!r}: a number of megabytes above 0")
+            for value in (-1, 0, "25", True)
+        ),
+        *(
+            (lambda value=value, kind=kind: kind(timeout_sec=value), f"timeout_sec={value!r}: a number of seconds")
+            for value in ("x", 0, -3, float("inf"), float("nan"))
+            for kind in (DDP, FSDP)
+        ),
+        (lambda: DDP(comm_hook=lambda bucket: bucket), "comm_hook is called as hook(state, bucket), but <function"),
+        (lambda: DDP(comm_hook=3), "comm_hook must be a hook, or a pair"),
+        (lambda: DDP(backend=3), "backend=3 is no name of a backend"),
+        *(
+            (lambda kind=kind: kind(precision="16-mixed", scaler=3), "scaler= are options of GradScaler")
+            for kind in (DDP, FSDP, SingleDevice)
+        ),
+        *(
+            (lambda mesh=mesh: FSDP(mesh=mesh), f"mesh={mesh!r}: sizes by name were wanted")
+            for mesh in (3, {}, [2, 2])
+        ),
+        (lambda: FSDP(mesh={"shard": 0}), "mesh['shard']=0: a number of ranks was wanted"),
+        (lambda: FSDP(mesh={"shards": 2}), "mesh has no dimension 'shards'"),
+        (lambda: FSDP(cpu_offload="yes"), "cpu_offload='yes': True or False was wanted"),
+        (lambda: FSDP(find_unused_parameters=1), "find_unused_parameters=1: True or False was wanted"),
+    ],
+)  # fmt: skip
+def test_an_option_that_makes_no_sense_is_refused_on_one_process_too(make: Any, says: str) -> None:
+    with pytest.raises(StrategyError, match=re.escape(says)):
+        make()

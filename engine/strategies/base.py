@@ -156,13 +156,23 @@ class Strategy(ABC):
         if self.peers is not None:
             self.peers.barrier()
 
-    def broadcast(self, value: Any) -> Any:
-        """Return rank 0's ``value``, whatever can be pickled. A collective; tensors that are sent are on the CPU."""
-        return value if self.peers is None else self.peers.broadcast(value)
+    def broadcast(self, value: Any, what: str = "a broadcast") -> Any:
+        """Return rank 0's ``value``, whatever can be pickled. A collective; tensors that are sent are on the CPU.
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return the ``value`` of every rank, by rank, whatever can be pickled. A collective."""
-        return [value] if self.peers is None else self.peers.gather(value)
+        Args:
+            value: rank 0's is sent, the others' is not looked at.
+            what: it is, in words, for the message to ranks that are doing something else.
+        """
+        return value if self.peers is None else self.peers.broadcast(value, what)
+
+    def gather(self, value: Any, what: str = "a gathering") -> list[Any]:
+        """Return the ``value`` of every rank, by rank, whatever can be pickled. A collective.
+
+        Args:
+            value: this rank's.
+            what: as for ``broadcast``.
+        """
+        return [value] if self.peers is None else self.peers.gather(value, what)
 
     def gather_batches(self, mine: Sequence[Any]) -> list[Any]:
         """Return what each rank has kept for its batches, in the order of the data, on all ranks. A collective.

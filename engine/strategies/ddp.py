@@ -24,6 +24,7 @@ from ..errors import StrategyError
 from .base import Model, Uneven, modules_of
 from .broadcasting import broadcast
 from .distributed import Distributed
+from .options import check_hook, check_positive, check_switches
 from .replica import CommHook, Hooks, Replica
 
 __all__ = ["DDP"]
@@ -79,8 +80,16 @@ class DDP(Distributed):
         timeout_sec: float | None = None,
     ) -> None:
         state, hook = comm_hook if isinstance(comm_hook, tuple) and len(comm_hook) == 2 else (None, comm_hook)
-        if hook is not None and not callable(hook):
-            raise StrategyError(f"comm_hook must be a hook, or a pair of its state and the hook, got {comm_hook!r}")
+        if hook is not None:
+            check_hook(hook, comm_hook)
+        check_switches(
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            broadcast_buffers=broadcast_buffers,
+            sync_every_batch=sync_every_batch,
+        )
+        check_positive("bucket_cap_mb", bucket_cap_mb, "megabytes")
         super().__init__(device, precision, compile, scaler, uneven, backend, timeout_sec)
         self._options = {
             "find_unused_parameters": find_unused_parameters,
@@ -144,13 +153,24 @@ class DDP(Distributed):
             for module, one in zip(modules_of(model), hooks, strict=True):
                 broadcast(module.parameters())  # buffers are sent before each forward, by torch's wrapper
                 one.put_on(module)
-                one.replica = Replica(module, self._options, self._broadcast_buffers, self._comm_hook)
+                one.replica = Replica(module, self._options, self._broadcast_buffers, self._comm_hook, self._agree)
             yield
             for replica in self._replicas(model):
                 replica.check_finished()
         finally:
             for one in hooks:
                 one.replica = None
+
+    def _agree(self, trained: list[str]) -> None:
+        """Refuse parameters that are frozen or thawed in mid-run on some ranks only. A collective."""
+        by_rank = self.gather(trained, "a change of which parameters are trained")
+        for rank, theirs in enumerate(by_rank):
+            differing = sorted(set(theirs) ^ set(by_rank[0]))
+            if differing:
+                raise StrategyError(
+                    f"the parameter {differing[0]!r} is frozen on rank {rank} or on rank 0, and not on both: freeze "
+                    "and thaw parameters on every rank, before the same batch"
+                )
 
     def paused(self, model: Model | None) -> AbstractContextManager[None]:
         """Return the region in which this rank works with the model on its own: no forward is a collective."""

@@ -15,6 +15,7 @@ from ..errors import StrategyError
 from .alone import RanksAsIgniteSees
 from .base import Model, Uneven, modules_of
 from .devices import find_device
+from .options import check_positive
 from .peers import LostRankError, Peers, is_of_lost_rank
 from .placed import Placed
 from .processes import join, local_device
@@ -41,6 +42,7 @@ class Distributed(Placed):
     ) -> None:
         if uneven not in get_args(Uneven):
             raise StrategyError(f"uneven must be 'trim' or 'pad', got {uneven!r}")
+        check_positive("timeout_sec", timeout_sec, "seconds")
         chosen = None if device is None else find_device(device)
         place = join(backend, chosen, timeout_sec)
         several = place.world_size > 1

@@ -30,7 +30,8 @@ from .fsdp_options import check_plan, shard_options
 from .fsdp_plain import Origins, copied, refuse_deepcopy
 from .fsdp_steppers import ShardedLossScaler, ShardedStepper
 from .fsdp_tensors import clip_gradients, part_like, whole
-from .mesh import Mesh, data_place, make_mesh, sharding_part
+from .mesh import Mesh, check_sizes, data_place, make_mesh, sharding_part
+from .options import check_switches
 from .precision import Stepper
 
 if TYPE_CHECKING:
@@ -104,6 +105,8 @@ class FSDP(Distributed):
         backend: str | None = None,
         timeout_sec: float | None = None,
     ) -> None:
+        check_switches(cpu_offload=cpu_offload, find_unused_parameters=find_unused_parameters)
+        check_sizes(mesh)
         super().__init__(device, precision, compile, scaler, uneven, backend, timeout_sec)
         self._shard = shard
         self._plan = dict(tensor_parallel or {})

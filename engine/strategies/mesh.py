@@ -14,7 +14,7 @@ from ..errors import StrategyError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Mesh", "data_place", "make_mesh", "sharding_part"]
+__all__ = ["Mesh", "check_sizes", "data_place", "make_mesh", "sharding_part"]
 
 Mesh = Mapping[str, int]
 
@@ -42,6 +42,24 @@ def make_mesh(given: Mesh | DeviceMesh | None, device_type: str, world_size: int
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
+def check_sizes(given: Mesh | DeviceMesh | None) -> None:
+    """Refuse what is no mesh on any number of ranks.
+
+    Raises:
+        StrategyError: neither a DeviceMesh nor sizes, or sizes that make no sense.
+    """
+    if given is None or hasattr(given, "mesh_dim_names"):
+        return
+    if not isinstance(given, Mapping) or not given:
+        raise StrategyError(f"mesh={given!r}: sizes by name were wanted, {_EXAMPLE}, or a DeviceMesh")
+    unknown = [name for name in given if name not in _DIMENSIONS]
+    if unknown:
+        raise StrategyError(f"mesh has no dimension {unknown[0]!r}: its names are {', '.join(map(repr, _DIMENSIONS))}")
+    for name, size in given.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise StrategyError(f"mesh[{name!r}]={size!r}: a number of ranks was wanted")
+
+
 def sharding_part(mesh: DeviceMesh) -> DeviceMesh:
     """Return the dimensions that gradients are brought together over."""
     names = tuple(name for name in _names(mesh) if name != "tensor")
@@ -63,14 +81,6 @@ def _names(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def _complete(given: Mesh, world_size: int) -> dict[str, int]:
-    if not isinstance(given, Mapping):
-        raise StrategyError(f"mesh={given!r}: sizes by name were wanted, {_EXAMPLE}, or a DeviceMesh")
-    unknown = [name for name in given if name not in _DIMENSIONS]
-    if unknown:
-        raise StrategyError(f"mesh has no dimension {unknown[0]!r}: its names are {', '.join(map(repr, _DIMENSIONS))}")
-    for name, size in given.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise StrategyError(f"mesh[{name!r}]={size!r}: a number of ranks was wanted")
     sizes = dict(given)
     sizes.setdefault("shard", max(1, world_size // math.prod(sizes.values())))
     if math.prod(sizes.values()) != world_size:

@@ -35,6 +35,8 @@ class Placed(Strategy):
         if not isinstance(compile, bool | Mapping):
             raise StrategyError(f'compile= is a bool or options such as {{"backend": "eager"}}, got {compile!r}')
         self._compile = None if compile is False else dict(compile) if isinstance(compile, Mapping) else {}
+        if not isinstance(scaler, Mapping | None):
+            raise StrategyError(f'scaler= are options of GradScaler such as {{"init_scale": 1024.0}}, got {scaler!r}')
         self._scaler = None if scaler is None else dict(scaler)
         self._is_chosen = device is not None  # by the caller: then every model goes there
         self._is_settled = self._is_chosen

@@ -79,13 +79,14 @@ def join(backend: str | None = None, device: torch.device | None = None, timeout
         StrategyError: an environment that makes no sense, a backend that is not there or not for the device, or more
             ranks on this machine than devices.
     """
+    check_backend(backend)
     if dist.is_available() and dist.is_initialized():
+        _check_has(backend)
         return _place(dist.get_rank(), dist.get_world_size())
     place = _from_environment()
     if place.world_size == 1:
         return place
     _check_can_meet(place)
-    check_backend(backend)
     chosen = _local_device(place, backend) if device is None else device
     backend = backend or _suitable_backend(chosen)
     if chosen.type not in _devices_of(backend):
@@ -129,6 +130,23 @@ def check_backend(backend: str | None) -> None:
                 f"backend={backend!r}: this torch has no backend {name!r}; it has {', '.join(map(repr, here))}. "
                 "Leave backend out to have the one that suits the device"
             )
+
+
+def _check_has(backend: str | None) -> None:
+    """Refuse a backend that the group which is there does not have."""
+    if backend is None:
+        return
+    here = str(dist.get_backend_config())
+    missing = sorted(_names_in(backend) - _names_in(here))
+    if missing:
+        raise StrategyError(
+            f"backend={backend!r}: there is a process group already, with {here!r} and without {missing[0]!r}. Leave "
+            "backend out to use it, or make the group with the backend that you want"
+        )
+
+
+def _names_in(backend: str) -> set[str]:
+    return {part.split(":")[-1].strip().lower() for part in backend.split(",")}
 
 
 def _from_environment() -> Processes:

@@ -33,11 +33,13 @@ class Replica:
         options: Mapping[str, Any],
         broadcast_buffers: bool,
         comm_hook: tuple[Any, CommHook] | None,
+        agree: Callable[[list[str]], None],
     ) -> None:
         self._module = module
         self._options = options
         self._broadcast_buffers = broadcast_buffers
         self._comm_hook = comm_hook
+        self._agree = agree  # with the other ranks, on the names of what is trained
         self.sync = True  # the forwards to come belong to a batch that brings gradients together
         self.is_apart = True  # gradients that are there, from before the run too, may not have been brought together
         self._forward: bool | None = None  # since the last backward: with sync, without, or none
@@ -63,7 +65,8 @@ class Replica:
     def before_forward(self) -> None:
         """Do what the wrapper does before a forward. A collective where buffers are sent."""
         if [parameter.requires_grad for _, parameter in self._named] != self._wanted:
-            self._build()  # frozen or thawed in mid-run
+            self._agree([name for name, one in self._named if one.requires_grad])  # frozen or thawed in mid-run
+            self._build()
         ddp = self._ddp
         if ddp is None:
             return
