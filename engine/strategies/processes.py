@@ -279,8 +279,8 @@ def _leave(made: weakref.ref[Any]) -> None:
         if made() is dist.group.WORLD:
             dist.destroy_process_group()
         return
-    if is_of_lost_rank(sys.last_value):
-        time.sleep(_LINGER_SEC)  # the launcher is to see the other first, and to name that one
+    if isinstance(sys.last_value, StrategyError) or is_of_lost_rank(sys.last_value):
+        time.sleep(_LINGER_SEC)  # another rank may be the cause: the launcher is to see it first, and to name that one
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
